@@ -284,7 +284,7 @@ def _entry(name: str, found: Iterable[tuple[Block, str]], files: Mapping[str, in
     boxes = tuple(block.box for block, _ in ordered if block.box.count)
     if (there := sum(box.count for box in boxes)) != prod(whole) or (boxes and not tiles(whole, boxes)):
         raise SnapshotFailedError(
-            f"{there} of the {prod(whole)} elements of {name!r} are in shards that do not make it"
+            f"the shards of {name!r} overlap or are incomplete: they have {there} of its {prod(whole)} elements"
         )
     pieces = tuple(replace(piece, file=files[file]) for block, file in ordered for piece in block.entry.pieces)
     grid = None if Grid(whole, boxes, ()).is_rows else [[list(box.offsets), list(box.shape)] for box in boxes]

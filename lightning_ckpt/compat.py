@@ -226,7 +226,7 @@ class LightningInternals(DataInternals):
         notes = []
         for one in self._trainer.callbacks:
             if isinstance(one, both(LearningRateFinder)):
-                name, goes_on = "lr_find", "optimizers go on with theirs, the model may name another"
+                name, goes_on = "lr_find", "optimizers keep theirs, the model may name another"
             elif isinstance(one, both(BatchSizeFinder)) and one._batch_arg_name in sizes:
                 name, goes_on = "scale_batch_size", f"{one._batch_arg_name} is what it was"
                 one.optimal_batch_size = sizes[one._batch_arg_name]

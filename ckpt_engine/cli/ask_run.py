@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @click.command("stop", short_help="Save and end a run that is being trained.")
 @root_argument
-@click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it has ended.")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait until it has ended, at most this long.")
 @storage_options
 @json_option
 def stop(root: str, wait: str | None, as_json: bool) -> None:
@@ -39,7 +39,7 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
 
 @click.command("save-now", short_help="Take a snapshot of a run that is being trained.")
 @root_argument
-@click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it is durable.")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait until it is durable, at most this long.")
 @storage_options
 @json_option
 def save_now(root: str, wait: str | None, as_json: bool) -> None:

@@ -23,7 +23,7 @@ _SHELLS = {
 @click.command("completion", short_help="Let the shell complete verbs and options.")
 @click.argument("shell", type=click.Choice(list(_SHELLS)), required=False)
 def completion(shell: str | None) -> None:
-    """Write what SHELL (default: the one in $SHELL) needs to complete `ckpt` where it looks for it."""
+    """Install the completion of `ckpt` for SHELL (default: the one in $SHELL)."""
     from ckpt_engine.cli.main import commands
 
     name = shell or Path(os.environ.get("SHELL", "")).name

@@ -30,7 +30,7 @@ def demo() -> None:
     """Train a small network in another process, kill it twice with `kill -9`, and resume it.
 
     Shows one loss curve and which process trained where, and whether the steps that were repeated gave the same batches
-    and weights. Nothing stays on the disk. Ends with exit code 1 if they did not.
+    and weights. Nothing stays on the disk. Ends with exit code 1 if a step was different.
     """
     print_text("A small network trains in another process, which is killed twice with kill -9.", "")
     lives, proofs = list[StepLosses](), list[str]()

@@ -22,15 +22,15 @@ _UNKNOWN = "no snapshot yet: --state SIZE says how large one is"
 
 @click.command("check", short_help="Check options, memory, disk and storage of a run.")
 @root_argument
-@click.option("--state", metavar="SIZE", help="Of a snapshot, such as 14GB (default: of the newest one).")
+@click.option("--state", metavar="SIZE", help="Size of a snapshot, such as 14GB (default: of the newest one).")
 @storage_options
 @json_option
 def check(root: str, state: str | None, as_json: bool) -> None:
     """Check what the run of ROOT, usually a ckpt.yaml, will need and find, before it starts.
 
-    Its options, what a section `resume` restores and changes, what is kept where, the host memory and the disk that
-    snapshots take, and everything that `ckpt doctor` tries at each place. Ends with exit code 1 if something is
-    missing, and with 2 if the options are wrong.
+    Checks the options, what a section `resume` restores and changes, the host memory and the disk that snapshots take,
+    and everything that `ckpt doctor` tries at each place. Shows what is kept where. Ends with exit code 1 if something
+    is missing, and with 2 if the options are wrong.
     """
     config = options_of(root)
     nbytes = newest_bytes(config) if state is None else int(quantity("--state", state, parse_bytes))

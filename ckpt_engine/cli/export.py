@@ -23,11 +23,13 @@ SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning", ".pt": "torch",
 
 @click.command("export", short_help="Write a snapshot as files for other programs.")
 @click.argument("words", nargs=-1, required=True, metavar="[ROOT] [SNAPSHOT] OUT")
-@click.option("--to", "form", type=click.Choice(FORMATS), help="What OUT becomes (default: as its name ends).")
+@click.option("--to", "form", type=click.Choice(FORMATS), help="Format of OUT (default: from the end of its name).")
 @click.option("--component", help=f"Top-level key of the tensors to export (default: {' or '.join(MODELS)}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
-@click.option("--dtype", type=click.Choice(FLOAT_FORMATS), help="Convert wider floating-point numbers to this.")
-@click.option("--rank", type=click.IntRange(0), default=0, help="Of several ranks: whose own components go along.")
+@click.option("--dtype", type=click.Choice(FLOAT_FORMATS), help="Convert wider floating-point numbers to this type.")
+@click.option(
+    "--rank", type=click.IntRange(0), default=0, help="With several ranks: export the own components of this one."
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @storage_options

@@ -13,14 +13,14 @@ from ckpt_engine.observe.units import count
 @click.command("follow", short_help="Read each new snapshot of a run that trains.")
 @root_argument
 @click.option("--component", metavar="NAME", help="Only this top-level key of the state. Default: all of them.")
-@click.option("--every", default="1 s", show_default=True, metavar="TIME", help="Between two looks.")
+@click.option("--every", default="1 s", show_default=True, metavar="TIME", help="Time between two looks.")
 @storage_options
 @json_option
 def command(root: str, component: str | None, every: str, as_json: bool) -> None:
     """Read each new snapshot of the run at ROOT, verify it, and print a line: its step, and what is new in it.
 
-    The first line is of the newest snapshot there is, with all its tensors; each later one counts those that differ.
-    With --json each line is an object. Ends when the run has ended, and not where it was stopped or killed.
+    The first line counts all tensors of the newest snapshot; each later line counts those that differ. With --json each
+    line is an object. Ends when the run is complete; after a stop or a kill it waits for the next start.
     """
     from ckpt_engine.restore.follower import follow  # torch
 

@@ -23,7 +23,7 @@ from ckpt_engine.tools.stored_run import LATEST
 def command(snapshot: str, new: str, dry_run: bool, as_json: bool) -> None:
     """Make a run at NEW that begins with a snapshot of the run at ROOT; default: its latest.
 
-    NEW is a folder or a storage URL, and must be empty. On one disk no bytes are copied: the files get further names,
+    NEW is a folder or a storage URL, and must be empty. On one disk no bytes are copied: the files get hard links,
     and NEW stays whole when ROOT is removed. In one object store the store copies them. Else they are sent, verified on
     the way. `ckpt show` and `ckpt ls` say where a run was forked.
     """

@@ -22,8 +22,8 @@ FORMATS = ("auto", *FILES, *FOLDERS)
 @click.command("import", short_help="Turn a checkpoint of another program into a snapshot.")
 @click.argument("given", metavar="SRC")
 @click.argument("root", metavar="[DST]", required=False)
-@click.option("--step", type=click.IntRange(min=0), help="The snapshot's step, where SRC does not say it.")
-@click.option("--as", "form", type=click.Choice(FORMATS), default="auto", help="What SRC is (default: found out).")
+@click.option("--step", type=click.IntRange(min=0), help="The snapshot's step, if SRC does not have it.")
+@click.option("--as", "form", type=click.Choice(FORMATS), default="auto", help="Format of SRC (default: detected).")
 @click.option("--dry-run", is_flag=True, help="Read SRC, say what would be written, and write nothing.")
 @storage_options
 @json_option

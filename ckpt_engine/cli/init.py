@@ -23,7 +23,9 @@ _PRESETS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("presets.yaml
 
 @click.command("init", short_help="Write a first ckpt.yaml.")
 @click.argument("file", default="ckpt.yaml", type=click.Path(path_type=Path))
-@click.option("--preset", type=click.Choice(list(_PRESETS)), help="Ask nothing, and write what suits such a place.")
+@click.option(
+    "--preset", type=click.Choice(list(_PRESETS)), help="Ask nothing, and write the options for this environment."
+)
 @click.option(
     "--tier", "tiers", multiple=True, metavar="URL", help="A folder or storage URL, nearest first. Repeatable."
 )

@@ -33,7 +33,7 @@ from ckpt_engine.tools.stored_run import Run, runs_below
 
 @click.command("ls", short_help="List the snapshots of a run, and where they are.")
 @root_argument
-@click.option("--lines", is_flag=True, help="Show the lines of history also where there is one.")
+@click.option("--lines", is_flag=True, help="Show the lines of history even if there is only one.")
 @storage_options
 @json_option
 def command(root: str, lines: bool, as_json: bool) -> None:
@@ -149,7 +149,7 @@ def _print(
         print_text(f"{f'tier {tier.number}: ' if is_tiered else ''}{total}{damaged}")
     for number, branch in enumerate(found if has_branches else ()):
         many = f"branch {branch.id}: {count(len(branch.snapshots), 'snapshot')} up to step {branch.newest.step:,}"
-        fate = f"stays until `ckpt prune {root} --branch {branch.id}`" if number else "a resume goes on with this one"
+        fate = f"stays until `ckpt prune {root} --branch {branch.id}`" if number else "a resume continues this one"
         print_text(f"{many}; {fate}")
     if run.fork is not None:
         print_text(f"forked from {run.fork}")

@@ -15,7 +15,7 @@ from ckpt_engine.tools.stored_run import Run
 
 @click.command("pin", short_help="Keep snapshots whatever retention says.")
 @snapshot_arguments()
-@click.option("--note", "--tag", "note", default="", help="Why, for people: `ckpt ls` shows it.")
+@click.option("--note", "--tag", "note", default="", help="The reason, which `ckpt ls` shows.")
 @storage_options
 @json_option
 def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None:
@@ -49,7 +49,7 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
 @storage_options
 @json_option
 def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
-    """Remove the pins of SNAPSHOTs at ROOT, on each tier of a ckpt.yaml. Nothing else goes before retention runs."""
+    """Remove the pins of SNAPSHOTs at ROOT, on each tier of a ckpt.yaml. Snapshots stay until retention runs."""
     run = open_run(root, every=True)
     wanted = dict.fromkeys(_find(run, name) for name in snapshots)
     was_pinned = {snapshot: sum(pins.unpin(one, snapshot) for one in run.in_use) > 0 for snapshot in wanted}

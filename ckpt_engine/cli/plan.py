@@ -25,8 +25,16 @@ from ckpt_engine.writer.attempts import read_attempts
 @click.command("plan", short_help="Simulate the goodput of a run.")
 @click.argument("root", required=False)
 @click.option("--failures", default="", metavar="WHAT", help="llama3, rsc:GPUS, spot, weibull:SHAPE,SCALE, or a file.")
-@click.option("--compare", default="daly,checkfreq,30min", show_default=True, metavar="RULES", help="Beside ours.")
-@click.option("--days", type=click.FloatRange(0.1, 3650.0), help="Simulated days: 30, fewer where much happens.")
+@click.option(
+    "--compare",
+    default="daly,checkfreq,30min",
+    show_default=True,
+    metavar="RULES",
+    help="Policies to compare with the engine's own.",
+)
+@click.option(
+    "--days", type=click.FloatRange(0.1, 3650.0), help="Days to simulate (default: 30, fewer if that takes long)."
+)
 @storage_options
 @json_option
 def command(root: str | None, failures: str, compare: str, days: float | None, as_json: bool) -> None:

@@ -61,7 +61,7 @@ def command(
     if not found:
         where = f"snapshot {snapshots[0]}" if snapshots else "any snapshot"
         raise ResumeError(
-            f"nothing is recorded behind {where} of {config.root_url}",
+            f"no steps are recorded after {where} of {config.root_url}",
             hint=f"these have recorded steps: {', '.join(str(one.step) for one in recorded) or 'none'}; a run records "
             "its steps unless `replay: off` is set, the newest 4,096 of each process",
         )

@@ -31,7 +31,7 @@ from ckpt_engine.tools.prune_run import PrunedPlace, PruneOutcome, branch_places
 @click.option(
     "--branch",
     metavar="ID",
-    help="Remove a line of history, as `ckpt ls` names it, instead: what no other line has too.",
+    help="Instead, remove the snapshots that only this line of history has; `ckpt ls` names the lines.",
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and change nothing.")
 @storage_options

@@ -22,7 +22,7 @@ DEFAULT = "ckpt-report.html"
 @root_argument
 @click.option("--html", "file", default=DEFAULT, show_default=True, help="The file to write.", type=Path)
 @click.option("--verify", is_flag=True, help="Read every stored byte first, and show whether it is what was written.")
-@click.option("--force", is_flag=True, help="Replace a file that is no such page.")
+@click.option("--force", is_flag=True, help="Replace FILE even if it is not a report.")
 @storage_options
 @json_option
 def command(root: str, file: Path, verify: bool, force: bool, as_json: bool) -> None:

@@ -21,7 +21,9 @@ NOT_SEEDED = 3
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("--steps", type=click.IntRange(min=2), default=20, show_default=True, help="How far each run goes.")
-@click.option("--kill-at", type=click.IntRange(min=1), help="Resume from this step's snapshot (default: half of them).")
+@click.option(
+    "--kill-at", type=click.IntRange(min=1), help="Resume from this step's snapshot (default: half of --steps)."
+)
 @click.option("--timeout", type=float, default=3600.0, show_default=True, help="Seconds that each run may take.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="A new folder for snapshots and output, kept.")
 @json_option

@@ -172,7 +172,7 @@ class Tier(Section):
     concurrency: Count = Field(default=4, description="Requests to the storage at once.")
     on_failure: Annotated[Literal["degrade", "fail"], one_of("degrade", "fail")] = Field(
         default="degrade",
-        description="degrade: report a failure, go on with the other tiers, catch up later; fail: stop training.",
+        description="degrade: report a failure, continue with the other tiers, catch up later; fail: stop training.",
     )
     codec: Annotated[
         Literal["raw", "zstd", "byteplane-zstd", "delta", "auto"] | str,
@@ -365,15 +365,15 @@ class Config(Section):
 
     rng: Annotated[Literal["derive", "warn", "strict"], one_of("derive", "warn", "strict")] = Field(
         default="derive",
-        description="Random streams when another number of ranks goes on: derive makes those of new ranks from the "
-        "saved ones; warn lets rank r go on with those of saved rank r mod their number, and says so; strict refuses.",
+        description="Random streams when another number of ranks resumes: derive makes those of new ranks from the "
+        "saved ones; warn gives rank r those of saved rank r mod their number, and says so; strict refuses.",
     )
 
     data: Annotated[Literal["refuse", "restart_epoch", "continue"], one_of("refuse", "restart_epoch", "continue")] = (
         Field(
             default="refuse",
             description="When a run resumes in the middle of an epoch and its loader has changed: refuse; "
-            "restart_epoch starts that epoch again at its first sample; continue goes on with the samples that are "
+            "restart_epoch starts that epoch again at its first sample; continue uses the samples that are "
             "left, in batches of the new loader, as far as that is known. Between epochs a changed loader is taken and "
             "reported.",
         )

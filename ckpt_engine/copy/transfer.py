@@ -91,7 +91,7 @@ def copy_snapshot(
     with committing():
         if lost := lacking(target.storage, [file for file in stored.files if snapshot not in file.name]):
             raise StorageMissingError(
-                f"{target.storage.url}: {', '.join(lost)}, to which a copy was to refer, was removed meanwhile",
+                f"{target.storage.url}: {', '.join(lost)} was removed while a copy that refers to it was made",
                 hint="the copy is made again",
             )
         target.commit_copy(stored, text if stored is manifest else manifest_codec.encode(stored))

@@ -472,7 +472,9 @@ def write_snapshot(
             stored = contents.put(image, progress)
         progress.check()
         if not staged.unchanged():
-            raise SupersededError(f"the snapshot of step {staged.job.step} was left: a newer one has taken its place")
+            raise SupersededError(
+                f"the snapshot of step {staged.job.step} was dropped: a newer one has taken its place"
+            )
         if not contents.stands():
             raise StorageMissingError(f"what {staged.snapshot} refers to was removed while it was written")
         manifest = finish.commit(staged, repository, stored)

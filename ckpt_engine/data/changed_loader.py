@@ -26,8 +26,8 @@ _OTHERS = "its sampler gave other samples than its seed says"
 State = dict[str, Any]
 _RESTART = "data: restart_epoch starts the interrupted epoch again with this loader"
 _CHOOSE = (
-    f"use the loader of the saved run, or say what is to become of the interrupted epoch: {_RESTART}, data: continue "
-    "goes on with the samples that are left"
+    f"use the loader of the saved run, or choose for the interrupted epoch: {_RESTART}, data: continue "
+    "uses the samples that are left"
 )
 _GROWS = (
     "; a data set that the script itself changes from epoch to epoch must be what it was in that epoch before it is "
@@ -186,7 +186,7 @@ def _refused(size: int, why: str) -> ResumeError:
     return ResumeError(
         f"the rest of the epoch cannot be divided among another number of ranks: {why}",
         hint=f"resume with {size} rank{'s' if size > 1 else ''} to the end of the epoch; a snapshot between two epochs "
-        "goes on with any number",
+        "resumes with any number",
     )
 
 
@@ -290,7 +290,7 @@ def _continued(
         raise _no_meaning(f"{', '.join(meaningless)} is another")
     if isinstance(loader.dataset, IterableDataset):
         if is_stateful(loader.dataset) or state["mode"] == Mode.NATIVE:
-            return state, "the dataset goes on at the sample where it was"
+            return state, "the dataset continues at the sample where it was"
         raise _no_meaning("the dataset is iterable and cannot say where it is (state_dict)")
     saved = _dealing_in(state)
     if isinstance(saved, str) or "unreadable" in recipe:
@@ -313,5 +313,5 @@ def _continued(
 def _no_meaning(why: str) -> MismatchError:
     return MismatchError(
         f"data: continue: which samples of the interrupted epoch are left is not known: {why}",
-        hint=f"{_RESTART}; a snapshot between two epochs goes on with any loader",
+        hint=f"{_RESTART}; a snapshot between two epochs resumes with any loader",
     )

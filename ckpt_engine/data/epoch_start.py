@@ -386,7 +386,7 @@ class Starter:
             epoch.mode, epoch.order = Mode.REPLAY, None
         if epoch.dealing is not None and epoch.order is None:
             raise MismatchError(
-                f"a {type(self._loader).__name__} does not ask its sampler: no other number of ranks can go on with it",
+                f"a {type(self._loader).__name__} does not ask its sampler: no other number of ranks can resume it",
                 hint="resume with the number of ranks that has begun the epoch",
             )
 

@@ -94,7 +94,7 @@ def read_transformers(folder: Path, advance: Advance) -> Imported:
     if model is None and next(folder.glob("adapter_model.*"), None) is not None:
         raise MismatchError(
             f"{folder} has an adapter and not the whole model",
-            hint="merge it (PeftModel.merge_and_unload) and save that, or go on with the Trainer's own resume",
+            hint="merge it (PeftModel.merge_and_unload) and save that, or resume with the Trainer alone",
         )
     if model is None:
         raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")

@@ -263,7 +263,7 @@ class Stopping:
         self.halt.complete = sys.exc_info()[0] is None
         if stop is None or self.halt.done or not self.halt.complete:
             return
-        self._log.warning("%s: it came when training was over", stop.notice.who)
+        self._log.warning("%s: the request came after training had ended", stop.notice.who)
         self._engine.wait(self.halt.seconds_left(END_WAIT_SECONDS))
         raise self.halt.exit_of(stop)
 
@@ -464,7 +464,7 @@ class TrainingRun:
             return None
         if self.stopping.vetoed(due=True):
             if durable:
-                self._log.error("no snapshot of step %d: its loss is far above the usual ones", step)
+                self._log.error("no snapshot of step %d: its loss is far above the median of the steps before", step)
                 self.engine.miss(step, "loss spike")
                 self.cadence.skipped(step, "loss spike")
             return None

@@ -80,7 +80,9 @@ class NamedParts:
     def __init__(self, objects: Mapping[str, Any], flat: FlatModels | None = None) -> None:
         for name, value in objects.items():
             if name == OWN_KEY:
-                raise ConfigError(f"{name!r} is the name of our own component", hint="track it by another name")
+                raise ConfigError(
+                    f"{name!r} is reserved for a component of the engine", hint="track it by another name"
+                )
             if isinstance(value, type):
                 raise ConfigError(
                     f"{name!r} is the class {value.__name__}, which has no state", hint="give an object of it"

@@ -295,8 +295,8 @@ def _like(optimizer: torch.optim.Optimizer, parameter: Any, parts: Mapping[int, 
                 numbers = [key for key, value in state.items() if not isinstance(value, torch.Tensor | None)]
                 if numbers:
                     raise StateError(
-                        f"{type(optimizer).__name__} counts {numbers[0]!r} as a plain number, which this rank has not "
-                        "for parameters of which FSDP1 gives it nothing",
+                        f"{type(optimizer).__name__} counts {numbers[0]!r} as a plain number; this rank lacks it "
+                        "for parameters of which FSDP1 gives it no part",
                         hint="an optimizer that keeps tensors (all of torch.optim do), or FSDP2 (fully_shard)",
                     )
                 return state

@@ -196,7 +196,11 @@ class Diverging:
         return self._rollbacks.holds(self._watch, self._halt.seconds_left)
 
     def _silent(self, found: Divergence, why: CkptError | None) -> DivergedError:
-        said = "rank 0 did not wait for this one" if why is None else f"rank 0 has not said how to go on: {why.message}"
+        said = (
+            "rank 0 did not wait for this one"
+            if why is None
+            else f"rank 0 has not reported how to continue: {why.message}"
+        )
         return DivergedError(f"{found.text()}; {said}", hint=self._on())
 
     def _on(self) -> str:
@@ -322,7 +326,7 @@ class Rollbacks:
             return DivergedError(f"{found.text()}; {made}", hint=hint), None
         error = RollbackRequestedError(
             f"{found.text()}; rollback {made.count} of {self._options.at_most}",
-            hint=f"start it again, or call fit again, with ckpt_path='auto': it goes on at step {made.step} and skips "
+            hint=f"start it again, or call fit again, with ckpt_path='auto': it resumes at step {made.step} and skips "
             f"{made.skipped()}",
         )
         return error, elsewhere

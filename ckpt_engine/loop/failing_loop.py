@@ -207,7 +207,7 @@ class FailingRun:
                 require_unmoved(compared, self._seen(self._others()))
             require_finite(self._parts.optimizers.values())
             if self._run.stopping.suspicious():
-                raise ImpossibleError(f"the loss of step {self._step} is far above the usual ones")
+                raise ImpossibleError(f"the loss of step {self._step} is far above the median of the steps before")
             undo = None if self.waits else partial(tensors.put, copies)
             own = {**known.own, "rng": streams(), "flags": tensors.flags(modes)}
             own |= {} if undo is None else {"metric_states": metrics}

@@ -306,7 +306,7 @@ class Loops:
         self._resumed = None
         return (
             f"it takes {taken} batches of {feed.name!r} before its first step after the resume, and never took more "
-            f"than {feed.longest} before: the loader goes on where it was by itself, so leave out what skips batches, "
+            f"than {feed.longest} before: the loader continues where it was, so leave out what skips batches, "
             "as `if step < resume_step: continue` does"
         )
 

@@ -43,7 +43,7 @@ class PassPhase(_Phase):
 
 def unexpected(move: str) -> None:
     """A move that the table does not have is a fault of this package, and no reason to end training. Tests raise."""
-    LOG.error("the loop made a move that its table does not have, please report it: %s", move)
+    LOG.error("internal error, please report it: the loop made the unexpected move %s", move)
 
 
 FRESH, RESTORING, ARRIVED, TRAINING, CLOSED = LoopPhase

@@ -121,7 +121,7 @@ class TrainerRun(TrainingRun):
         """A durable snapshot before the run stops, also where it accumulates gradients; None: there is none."""
         if accumulates and self._parts.flat is not None:
             self._log.error(
-                "no snapshot of step %d: FSDP1 keeps the gradients of an accumulation to itself", instant.step
+                "no snapshot of step %d: FSDP1 does not show the gradients of an accumulation", instant.step
             )
             self.engine.miss(instant.step, "accumulating")
             return None

@@ -84,7 +84,9 @@ class Curves:
                     rows.append({"name": one.name, "home": one.home, "place": dict(place), "marks": dict(one.marks())})
             except Exception as err:  # noqa: BLE001 - said; no logger is worth a snapshot
                 if one.name not in self._failed:
-                    LOG.warning("%s: where its curve is cannot be noted: %s: %s", one.name, type(err).__name__, err)
+                    LOG.warning(
+                        "%s: the place of its curve cannot be recorded: %s: %s", one.name, type(err).__name__, err
+                    )
                 self._failed.add(one.name)
         return {NOTE: {"root": self._root_url, "loggers": rows}} if rows else {}
 
@@ -231,7 +233,7 @@ class TrackedRun:
 
     def cut(self, marks: Mapping[str, int]) -> str:
         if self._folder is None:
-            return "the run goes on, and keeps the steps that come again"
+            return "the run continues, and shows the repeated steps twice"
         return cut_files(self._folder, marks, sizes(self._folder, self._folder.rglob("*")))
 
 

@@ -234,7 +234,7 @@ def resumed_by_others(saved: int, size: int) -> str:
         saved: ranks that took the snapshot.
         size: ranks that resume.
     """
-    return f"{_BY_OTHERS}: {size} go{'es' if size == 1 else ''} on where {saved} {'was' if saved == 1 else 'were'}"
+    return f"{_BY_OTHERS}: {saved} before, {size} now"
 
 
 def replace_file(path: Path, text: str) -> Path:

@@ -69,7 +69,7 @@ class GroupStore:
             return bytes(self._long.get(key)).decode()
         except dist.DistStoreError as err:
             raise WaitTimeoutError(
-                f"rank 0 has not said what all ranks wait for within {timeout:.0f} s",
+                f"rank 0 did not publish what all ranks wait for within {timeout:.0f} s",
                 hint="every rank must make its checkpointers and call load and save in the same order",
             ) from err
 

@@ -330,7 +330,7 @@ def _verdict(said: list[dict[str, Any] | None]) -> Any:
     wrong: list[tuple[int, dict[str, Any]]] = []
     for rank, one in enumerate(said):
         if one is None:
-            raise WaitTimeoutError(f"rank {rank} has not said in time whether it has loaded the snapshot")
+            raise WaitTimeoutError(f"timed out waiting for rank {rank} to report whether it has loaded the snapshot")
         if one["error"] is not None:
             wrong.append((rank, one["error"]))
     if not wrong:

@@ -90,14 +90,14 @@ def attach_together(
         return next((f"rank {rank}: {one or 'no answer'}" for rank, one in enumerate(all_said) if one != ""), "")
 
     if failed := session.meet(lambda: why, judge):
-        warn(f"{wanted.snapshot} is in memory and cannot be had from there: {failed}")
+        warn(f"{wanted.snapshot} is in memory and cannot be read from there: {failed}")
         if place is not None:
             place.close()
         return None, True
     if wanted.lost and session.coordinates:
         lost = Partial(tuple(sorted(map(int, wanted.lost))), ranks.size)
         text = f"{wanted.snapshot}: the shares of {lost} come from the memory of other machines"
-        emit(Notice("WARNING", f"{text}; no other copy is there before the next snapshot"))
+        emit(Notice("WARNING", f"{text}; there is no other copy until the next snapshot"))
     return place, True
 
 

@@ -188,7 +188,7 @@ class Pinned:
             thread.start()
             thread.join(DRIVER_TIMEOUT_SECONDS)
             if thread.is_alive():
-                raise WaitTimeoutError("page-locking the arena does not get on")
+                raise WaitTimeoutError("page-locking the arena makes no progress")
         return self._problem
 
     def unpin(self) -> None:
@@ -298,7 +298,7 @@ class Flight:
             WaitTimeoutError: it does not.
         """
         if not self.queued.wait(DRIVER_TIMEOUT_SECONDS):
-            raise WaitTimeoutError("the device does not get on with the copies of the snapshot")
+            raise WaitTimeoutError("the device makes no progress with the copies of the snapshot")
         for device, event in self.read.items():
             self._runtime.hold(self._runtime.current(device), event)
 

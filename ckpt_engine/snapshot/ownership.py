@@ -85,7 +85,7 @@ class Tenure:
         if self.replaced:
             raise ClosedError(
                 f"a newer Checkpointer of this process writes {self._url} now",
-                hint="go on with the newer one; two runs at the same time need two folders",
+                hint="use the newer one; two runs at the same time need two folders",
             )
         if self.closed:
             raise ClosedError(f"this Checkpointer of {self._url} is closed", hint="make a new one")
@@ -255,7 +255,7 @@ class Lineage:
             raise OvertakenError(
                 f"another job made snapshots up to step {history.step:,} ({history.newest}) at {url} after this one "
                 f"looked there: {had}. Nothing was written, and nothing is lost",
-                hint="start the script again, or call load() again: it goes on from the newest snapshot",
+                hint="start the script again, or call load() again: it resumes from the newest snapshot",
             )
         if self._seen is None and (not self._attempt or history.attempt != self._attempt):
             self._unsaid = history  # else a writer was lost, and this is what it has made

@@ -226,7 +226,7 @@ class Pipeline:
         began, when = time.perf_counter(), (time.time(), time.monotonic())
         self.before_update()
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
-            raise WaitTimeoutError("the copy of the snapshot before does not get on")
+            raise WaitTimeoutError("the copy of the previous snapshot makes no progress")
         self.poll()
         capture = self._planner.capture(state, None if self._torn else wanted.lazy)
         self._fit(slot_bytes(capture.plan))

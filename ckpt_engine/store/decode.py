@@ -88,7 +88,7 @@ class ReadLimiter:
             StorageError: there was none for a long time.
         """
         if not self._free.acquire(timeout=TURN_SECONDS):
-            raise StorageError(f"{self._what}: none of those at it has come to an end within {TURN_SECONDS:.0f} s")
+            raise StorageError(f"{self._what}: no thread has finished within {TURN_SECONDS:.0f} s")
         try:
             yield
         finally:

@@ -132,7 +132,7 @@ def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:
     pause = threading.Event()
     while not (found := look()):
         if time.monotonic() > deadline:
-            raise WaitTimeoutError(f"{what} within {seconds:g} s; the run was asked, and does it later")
+            raise WaitTimeoutError(f"{what} within {seconds:g} s; the run has the request, and carries it out later")
         pause.wait(LOOK_SECONDS)
     return found
 

@@ -63,7 +63,7 @@ def branch_places(run: Run, wanted: str) -> list[PrunedPlace]:
         raise StorageMissingError(f"no branch {wanted!r} at {run.tiers[0]}, there is {names}", hint="see `ckpt ls`")
     if len(found) == 1:
         raise ConfigError(
-            f"{wanted} is the only branch at {run.tiers[0]}, and without it there is nothing",
+            f"{wanted} is the only branch at {run.tiers[0]}, and the run is empty without it",
             hint="--keep last=1 keeps its newest snapshot; else remove the folder or the prefix",
         )
     return [PrunedPlace(repository, KeepAll(), named[0].own) for repository in run.in_use]

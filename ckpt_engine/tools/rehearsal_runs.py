@@ -184,7 +184,7 @@ class Runs:
         if not steps and not any(one.steps or one.first for one in replays):
             why = next((one.why for one in replays), "the command records no steps")
             raise ResumeError(
-                f"nothing can be compared behind step {step}: {why}; no snapshot of both runs is there",
+                f"nothing can be compared after step {step}: {why}; the two runs share no snapshot",
                 hint=f"see {self.scratch / name}.log; a later --steps or an earlier --step leaves more to compare",
             )
         first = verdict.earliest([found, *map(verdict.of_replay, replays)])

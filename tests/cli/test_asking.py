@@ -93,7 +93,7 @@ def test_waiting_has_an_end(verb: str, what: str, ckpt: Ckpt, run_folder: Any, w
     """Exit code 2, and it is said that the run was asked."""
     done = ckpt(verb, run_folder.path, "--wait", "0.3")
     assert done.code == 2
-    assert "[CKPT603]" in done.err and what in done.err and "was asked, and does it later" in done.err
+    assert "[CKPT603]" in done.err and what in done.err and "carries it out later" in done.err
     assert len(writer.asked) == 1
 
 

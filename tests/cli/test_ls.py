@@ -79,7 +79,7 @@ def test_ls_tells_branches_apart(ckpt: Ckpt, run_folder: Any) -> None:
         True,
         True,
     ]
-    assert out[5] == "branch cccccccc: 2 snapshots up to step 2; a resume goes on with this one"
+    assert out[5] == "branch cccccccc: 2 snapshots up to step 2; a resume continues this one"
     finished = f"`ckpt prune {run_folder.path} --branch bbbbbbbb`"
     assert out[6] == f"branch bbbbbbbb: 1 snapshot up to step 9; stays until {finished}"
     found = ckpt("ls", run_folder.path, "--json").json
@@ -180,7 +180,7 @@ KEEP = {"verify": (), "prune": ("--keep", "last=1", "--dry-run")}
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.2, "now"), (9, "9 s ago"), (600, "10 min ago"), (86400 * 12, "12 d ago"), (-3600, "in 60 min")],
+    [(0.2, "just now"), (9, "9 s ago"), (600, "10 min ago"), (86400 * 12, "12 d ago"), (-3600, "in 60 min")],
 )
 def test_ages_are_for_people(seconds: float, text: str) -> None:
     """Clocks of other machines may be ahead: the future is said as such, unless it is seconds."""

@@ -87,4 +87,4 @@ def test_where_nothing_is_recorded_that_is_said(prove: Callable[..., Any], tmp_p
     assert f"it named {tmp_path / 'run'}, {tmp_path / 'other'}" in other.err
     for path in (tmp_path / "run" / "replay").iterdir():
         path.unlink()
-    assert "nothing is recorded behind any snapshot" in prove().err
+    assert "no steps are recorded after any snapshot" in prove().err

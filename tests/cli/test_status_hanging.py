@@ -27,7 +27,7 @@ def config(tmp_path: Path, run_folder: Any, arrays: Any) -> Path:
 
 def test_a_tier_that_hangs_is_shown_as_such(ckpt: Ckpt, config: Path, run_folder: Any, tmp_path: Path) -> None:
     """Its state, since when, and why."""
-    far = TierStatus(f"file://{tmp_path / 'far'}", HANGS, code="CKPT306", message="has not got on for 30 s", since=1.0)
+    far = TierStatus(f"file://{tmp_path / 'far'}", HANGS, code="CKPT306", message="made no progress", since=1.0)
     write_status(
         LocalStorage(run_folder.path),
         WriterStatus(
@@ -44,7 +44,7 @@ def test_a_tier_that_hangs_is_shown_as_such(ckpt: Ckpt, config: Path, run_folder
     done = ckpt("status", config)
     assert done.code == 0
     assert "hangs" in done.out
-    assert "[CKPT306] has not got on for 30 s" in done.out
+    assert "[CKPT306] made no progress" in done.out
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_what_is_referred_to_must_still_be_there(tmp_path: Path) -> None:
                 other.forget([parsed.id for parsed in other.ids()])
                 collect(other, lease, in_flight=[two.id])
 
-    with pytest.raises(StorageMissingError, match="removed meanwhile"):
+    with pytest.raises(StorageMissingError, match="removed while a copy"):
         encoded(near, Repository(Forgetting(tmp_path / "far")), two.id)
     assert far.ids() == ()
     encoded(near, far, two.id)

@@ -230,7 +230,7 @@ def test_a_copy_whose_older_files_go_meanwhile_is_not_made(tmp_path: Path) -> No
         target.storage.delete(*(file.name for file in manifest.files if second not in file.name))
         return done
 
-    with pytest.raises(StorageMissingError, match="removed meanwhile"):
+    with pytest.raises(StorageMissingError, match="removed while a copy"):
         copy_snapshot(life.repository, target, second, put)
     assert target.ids() == ()
     copy_snapshot(life.repository, target, second)

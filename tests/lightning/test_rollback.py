@@ -62,7 +62,7 @@ def test_the_next_start_goes_back_and_skips_what_made_it_sick(tmp_path: Path) ->
     options: dict[str, Any] = {"rollback": {"on": "nan", "skip_batches": 2}}
     with pytest.raises(RollbackRequestedError, match="rollback 1 of 3") as caught:
         fit(Case(model=model), every_batch(tmp_path, **options))
-    assert "goes on at step" in str(caught.value) and "skips 2 batches" in str(caught.value)
+    assert "resumes at step" in str(caught.value) and "skips 2 batches" in str(caught.value)
     known = {one.path.name for one in saved(tmp_path)}
     second = fit(Case(model=model), every_batch(tmp_path, **options), ckpt_path="auto", seed=7)
     rest = [entry for entry in reference[at + 2 :] if entry[0] == 1]

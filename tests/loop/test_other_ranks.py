@@ -137,12 +137,12 @@ def test_each_sample_comes_once_and_the_weights_are_those_that_were_saved(
     assert seen == Counter(range(SAMPLES))
     report = json.loads((root / "resume-report.json").read_text())
     assert report["notes"][1:] == [
-        "another number of ranks: 2 go on where 4 were",
+        "another number of ranks: 4 before, 2 now",
         "44 samples of the epoch were seen, the other 4 come once; batches for each rank: 1",
         "rng: derive: rank 0 has its random streams, those of other ranks are made from them",
     ]
     assert not report["not_restored"]
-    assert caplog.text.count("another number of ranks: 2 go on where 4 were") == 1
+    assert caplog.text.count("another number of ranks: 4 before, 2 now") == 1
 
 
 @pytest.fixture

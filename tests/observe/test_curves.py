@@ -168,7 +168,7 @@ def test_a_run_that_is_tracked_goes_on_by_its_id(is_local: bool, tmp_path: Path)
     if is_local:
         assert (problems, loss.read_text(), (tmp_path / "late").exists()) == ([], "1 0.5 1\n", False)
     else:
-        assert problems == [("the curve of MLflowCallback", "the run goes on, and keeps the steps that come again")]
+        assert problems == [("the curve of MLflowCallback", "the run continues, and shows the repeated steps twice")]
         assert loss.read_text() == "1 0.5 1\n2 0.4 2\n"
     (other,) = opened("r2").go_on(notes)
     assert other.why == "this start has opened another run"

@@ -58,9 +58,9 @@ def test_text_of_a_fresh_start() -> None:
 def test_another_number_of_ranks_is_in_the_line() -> None:
     """The one line that a user without logging sees says what is unusual."""
     report = ResumeReport(url="/run", snapshot="a", step=7, notes=("continues", resumed_by_others(2, 4)))
-    assert report.line().endswith("; another number of ranks: 4 go on where 2 were")
-    assert resumed_by_others(1, 2) == "another number of ranks: 2 go on where 1 was"
-    assert resumed_by_others(2, 1) == "another number of ranks: 1 goes on where 2 were"
+    assert report.line().endswith("; another number of ranks: 2 before, 4 now")
+    assert resumed_by_others(1, 2) == "another number of ranks: 1 before, 2 now"
+    assert resumed_by_others(2, 1) == "another number of ranks: 2 before, 1 now"
 
 
 def test_what_was_changed_is_in_the_line() -> None:

@@ -41,7 +41,7 @@ def test_all_ranks_go_back_and_leave_the_same_batches_out(lives: Lives) -> None:
     kind, text = first.error()
     assert kind == "RollbackRequestedError"
     assert f"the loss of step {AT} is nan on rank 1; rollback 1 of 3" in text
-    assert f"goes on at step {AT - 1} and skips 2 batches of each of 2 ranks" in text
+    assert f"resumes at step {AT - 1} and skips 2 batches of each of 2 ranks" in text
     assert lives.steps() == [*range(1, AT)], first.log()
     assert first.batches(0) == first.batches(1)
     assert AT < len(first.batches(0)) <= AT + 2

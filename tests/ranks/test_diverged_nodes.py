@@ -58,7 +58,7 @@ def test_a_new_node_of_rank_0_does_not_begin_the_history_again(tmp_path: Path) -
     load_all(engines)
     error = diverged(engines)
     assert isinstance(error, RollbackRequestedError)
-    assert "rollback 2 of 2" in str(error) and "goes on at step 1 " in str(error)
+    assert "rollback 2 of 2" in str(error) and "resumes at step 1 " in str(error)
     close_all(engines)
     first, second = remembered(tmp_path)
     assert first == second and first["count"] == 2

@@ -169,7 +169,7 @@ def test_all_ranks_end_with_the_error_that_rank_0_has_found(tmp_path: Path) -> N
     ((kind, text),) = texts([*errors])
     assert kind is RollbackRequestedError
     assert "the loss of step 3 is nan on rank 1; rollback 1 of 3" in text
-    assert "goes on at step 2 and skips 5 batches of each of 3 ranks" in text
+    assert "resumes at step 2 and skips 5 batches of each of 3 ranks" in text
     assert all(end.halt.done for end in ends)
     close_all(engines)
     again = open_ranks(tmp_path / "run", 2, **OPTIONS)
@@ -219,7 +219,7 @@ def test_rank_0_that_is_silent_is_not_waited_for_without_end(tmp_path: Path, mon
     save_all(engines, 1)
     error = End(engines[1]).together(LOST)
     assert type(error) is DivergedError
-    assert "the loss of step 3 is nan on rank 1; rank 0 has not said how to go on" in str(error)
+    assert "the loss of step 3 is nan on rank 1; rank 0 has not reported how to continue" in str(error)
     close_all(engines)
 
 
@@ -266,7 +266,7 @@ def test_a_stop_leaves_less_time(tmp_path: Path) -> None:
     end = End(engines[1])
     now = time.monotonic()
     end.halt.watch._requested = StopNotice("ckpt stop", now, 0.0)
-    assert "rank 0 has not said" in str(end.together(LOST))
+    assert "rank 0 has not reported" in str(end.together(LOST))
     close_all(engines)
 
 
@@ -316,7 +316,7 @@ def test_without_rank_0_only_who_has_diverged_ends(tmp_path: Path, monkeypatch: 
     ends = [End(engine) for engine in engines]
     assert ends[1].over() is None
     error = ends[2].over(LOST)
-    assert type(error) is DivergedError and "rank 0 has not said" in str(error)
+    assert type(error) is DivergedError and "rank 0 has not reported" in str(error)
     close_all(engines)
 
 
@@ -331,7 +331,7 @@ def test_nodes_with_folders_of_their_own(tmp_path: Path) -> None:
     newest.unlink()
     errors = on_all(lambda rank: ends[rank].together(LOST if rank == 3 else None), 4)
     ((kind, text),) = texts([*errors])
-    assert kind is RollbackRequestedError and "goes on at step 1" in text
+    assert kind is RollbackRequestedError and "resumes at step 1" in text
     close_all(engines)
     rows = [json.loads((tmp_path / name / "rollback.json").read_text()) for name in names]
     assert rows[0] == rows[1] and rows[0]["step"] == 1

@@ -41,7 +41,7 @@ def test_generations_with_kills(trainer: str, launcher: Launcher, tmp_path: Path
     generations(lives, [2, 1, 4, 2], [5, 6, 3])
     lives.require_whole_epochs()
     report = lives.report()
-    assert any("another number of ranks: 2 go on where 4 were" in note for note in report["notes"]), report
+    assert any("another number of ranks: 4 before, 2 now" in note for note in report["notes"]), report
     assert any(note.startswith("rng: derive") for note in report["notes"])
     assert lives.whole_logs().count("another number of ranks: 2 go on") == 1, "not said once"
 

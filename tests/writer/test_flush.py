@@ -78,7 +78,7 @@ def test_a_slot_that_may_have_changed_meanwhile_is_not_committed(
         assert client.wait(WAIT_SECONDS)
         heard += client.poll()
     (notice,) = [message for message in heard if isinstance(message, Notice)]
-    assert notice.message == "the snapshot of step 1 was left: a newer one has taken its place"
+    assert notice.message == "the snapshot of step 1 was dropped: a newer one has taken its place"
     assert steps(processes.root) == []
     flush(processes.root, 2)
     until_durable(processes.root, 2)
@@ -123,7 +123,7 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
     threads = Writers(ThreadWriter, tmp_path / "run")
     client = threads.start(memory=True)
     worker, over, twice = client._queue, list[int](), threading.Event()
-    emit = worker._emit
+    emit = worker._hooks.emit
 
     def hear(body: Body) -> bool:
         log = from_json(body["event"]) if body["kind"] == messages.EVENT else None
@@ -135,7 +135,7 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
                 twice.set()
         return bool(emit(body))
 
-    worker._emit, worker._persister.rescue = hear, lambda _: None
+    worker._hooks.emit, worker._persister.rescue = hear, lambda _: None
     stage.share(client)
     client.hold(stage.job(1))
     assert worker.flush() == 1

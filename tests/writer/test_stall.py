@@ -59,7 +59,7 @@ def test_a_call_that_hangs_is_left_behind_alone() -> None:
     end, over, left = threading.Event(), threading.Event(), []
     lane = StuckCallRunner("file:///x", ended=over.set)
     before = set(threading.enumerate())
-    with short(), pytest.raises(StorageStalledError, match="file:///x has not got on"):
+    with short(), pytest.raises(StorageStalledError, match="file:///x made no progress"):
         lane.call(hanging(end), left=left.append)
     assert lane.stuck
     begun = []

@@ -264,8 +264,8 @@ class StuckCallRunner:
     def _error(self, call: _Call) -> StorageStalledError:
         seconds = max(STALL_SECONDS, time.time() - call.since)
         return StorageStalledError(
-            f"{self.url} has not got on for {seconds:.0f} s; what was asked of it still hangs",
-            hint="look at the disk, the mount or the network; it is used again as soon as it answers",
+            f"{self.url} made no progress for {seconds:.0f} s; the request is still blocked",
+            hint="check the disk, the mount or the network; it is used again as soon as it answers",
         )
 
 

@@ -36,7 +36,7 @@ def lose_one_in_each_life(cluster: Cluster, draw: random.Random, lives: int = 3)
         cluster.nodes[0].until_taken(draw.randint(3, 9))
         time.sleep(draw.uniform(0.0, 0.15))  # a random moment of a step
         taken = cluster.kill({draw.randrange(cluster.machines)})
-    assert "come from the memory of other machines; no other copy is there" in cluster.log.read_text()
+    assert "come from the memory of other machines; there is no other copy" in cluster.log.read_text()
 
 
 @pytest.mark.slow

@@ -400,7 +400,9 @@ def test_a_missing_trainer_is_named_with_its_extra(line: str, missing: str, extr
 @pytest.mark.parametrize(
     ("words", "named"), [(("a",), {}), (("a", "b", "c"), {}), ((), {}), ((), {"word": "a"}), (("a",), {"more": "b"})]
 )
-def test_a_class_derived_from_the_lazy_one_takes_its_own_arguments(words: Any, named: Any) -> None:
+def test_a_class_derived_from_the_lazy_one_takes_its_own_arguments(
+    words: tuple[str, ...], named: dict[str, str]
+) -> None:
     """It is a class of the module that defines it."""
     from accelerate_ckpt import AdaptiveCheckpoint
 

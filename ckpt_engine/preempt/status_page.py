@@ -122,7 +122,8 @@ class StatusPage:
         port, otel = self._options.port, self._options.otel
         for is_wanted, package, extra in ((port, "prometheus_client", "prometheus"), (otel, "opentelemetry", "otel")):
             if is_wanted and find_spec(package) is None:
-                LOG.warning("nothing is shown to %s: install it → pip install 'ckpt-engine[%s]'", package, extra)
+                why = f"{package} is not installed → pip install 'ckpt-engine[{extra}]'"
+                LOG.warning("nothing is shown to %s: %s", extra, why)
         if self._options.file is not None:
             self._run(self._write_again_and_again, "ckpt-board-file")
         if otel and find_spec("opentelemetry") is not None:

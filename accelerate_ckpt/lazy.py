@@ -18,7 +18,18 @@ else:
     AcceleratedLoop = object
 
 
-class AdaptiveCheckpoint(AcceleratedLoop):
+class _Lazy(AcceleratedLoop):
+    """Imports the engine when one is made, whatever arguments a subclass takes."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        from accelerate_ckpt.adaptive import AcceleratedLoop as Loop
+
+        return object.__new__(
+            cls if issubclass(cls, Loop) else type(cls.__name__, (cls, Loop), {"__module__": cls.__module__})
+        )
+
+
+class AdaptiveCheckpoint(_Lazy):
     """Exact, asynchronous snapshots of an Accelerate loop whose body stays as it is.
 
     ```python
@@ -49,12 +60,10 @@ class AdaptiveCheckpoint(AcceleratedLoop):
         LeaseHeldError, StorageError, WriterError: as `Engine.start`.
     """
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         accelerator: Accelerator,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Unpack[Options],
-    ) -> Self:
-        from accelerate_ckpt.adaptive import AcceleratedLoop as Loop
-
-        return object.__new__(cls if issubclass(cls, Loop) else type(cls.__name__, (cls, Loop), {}))
+    ) -> None:
+        super().__init__(accelerator, config, **options)

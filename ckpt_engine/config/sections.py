@@ -441,6 +441,7 @@ def web_address(value: object) -> str:
         usable = (
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
+            and parts.username is None
             and parts.port != 0
             and text.isprintable()
             and len(text.split()) == 1
@@ -448,7 +449,7 @@ def web_address(value: object) -> str:
     except ValueError:  # such as half of an IPv6 address, or a port that is no number
         usable = False
     if not usable:
-        raise ValueError("must be a URL that starts with http:// or https:// and names a host")
+        raise ValueError("must be a URL that starts with http:// or https:// and names a host, without a user")
     return text
 
 

@@ -364,9 +364,10 @@ def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str
 def dump_flags(module: torch.nn.Module) -> dict[str, list[str]]:
     """Names of frozen parameters and of modules in eval mode."""
     name = canonical(module)
+    training = {name(key): m.training for key, m in module.named_modules()}  # a wrapper comes before what it wraps
     return {
         "frozen": [name(key) for key, p in module.named_parameters() if not p.requires_grad],
-        "eval": [name(key) for key, m in module.named_modules() if not m.training],
+        "eval": [key for key, trains in training.items() if not trains],
     }
 
 

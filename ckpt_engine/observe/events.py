@@ -453,8 +453,12 @@ def clear_bars(_: object = None) -> bool:
 
     A filter of our loggers: what handles a record writes it next. It waits for no lock of tqdm.
     """
-    for bar in tuple(sys.modules["tqdm.std"].tqdm._instances) if "tqdm.std" in sys.modules else ():
-        bar.clear(nolock=True)
+    known = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    terminal = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+    # Another thread may make a bar meanwhile, which has no `start_t` before it can be drawn.
+    for bar in [reference() for reference in tuple(known._instances.data)] if known is not None else ():
+        if hasattr(bar, "start_t") and bar.fp in terminal:
+            bar.clear(nolock=True)
     return True
 
 

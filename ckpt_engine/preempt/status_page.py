@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -207,14 +208,18 @@ class StatusPage:
                 LOG.warning("the status file %s cannot be written: %s", path, err.strerror or err)
 
 
-class _Server(WSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
+    """A client that never ends its request keeps neither the others nor the end of training waiting."""
+
+    daemon_threads = True
+
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - its signature
         LOG.debug("a client of the metrics page failed", exc_info=True)
 
 
 class _Handler(WSGIRequestHandler):
     timeout = 2.0
-    """How long a client may take; they are served one after the other."""
+    """How long a client may be silent."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a scrape is no news."""

@@ -72,7 +72,7 @@ def stored_name(module: nn.Module) -> Callable[[str], str]:
 
     A name that `module` has is taken as it is stored; else the first that it has without attributes of wrappers.
     """
-    known = set(map(canonical(module), dict(module.named_modules())))
+    known = set(map(canonical(module), dict(module.named_modules(remove_duplicate=False))))
 
     def found(name: str) -> str:
         shorter = name
@@ -92,7 +92,8 @@ def renamed(values: Mapping[str, _T], name: Callable[[str], str]) -> Mapping[str
 
 
 def for_live(module: nn.Module, saved: Mapping[str, _T]) -> Mapping[str, _T]:
-    """Values of a snapshot by the names of the `state_dict` of a live module."""
-    name = canonical(module)
+    """Values of a snapshot by the names of the `state_dict` of a live module, which may be those of the user."""
+    name, stored = canonical(module), stored_name(module)
     live = {name(key): key for key in module.state_dict()}
-    return renamed(renamed(saved, stored_name(module)), lambda key: live.get(key, key))
+    known = renamed(saved, lambda key: key if key in live else stored(key))
+    return renamed(known, lambda key: live.get(key, key))

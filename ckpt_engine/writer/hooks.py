@@ -72,7 +72,9 @@ class Hooks:
         }
         self._calls: set[Future[None]] = set()
         self.emit = self._take if self._threads else emit
-        self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}, "code": ""}
+        self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}}
+        self._reported: set[str] = set()
+        """Codes of failures since a snapshot was durable."""
         self._broken: set[str] = set()
         self.why: str | None = None
 
@@ -84,11 +86,11 @@ class Hooks:
                 "snapshot": f"{place(event.tier)}#{event.snapshot}",
                 "step": event.step,
                 "metrics": metrics,
-                "code": "",
             }
+            self._reported.clear()
             self._begin(DURABLE, line(event))
-        elif isinstance(event, SnapshotFailed | TierDegraded) and event.code != self._newest["code"]:
-            self._newest["code"] = event.code
+        elif isinstance(event, SnapshotFailed | TierDegraded) and event.code not in self._reported:
+            self._reported.add(event.code)
             self._begin(FAILURE, line(event), event.code)
         return self._to_trainer(body)
 
@@ -139,6 +141,13 @@ class Hooks:
             wait(late, self._config.drain_seconds)
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A POST that follows a redirect would become a GET, without what it says."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Nothing: the answer counts as an error."""
+
+
 def post(url: str, about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Send it as JSON; `text` is what chat services show."""
     request = urllib.request.Request(
@@ -146,7 +155,7 @@ def post(url: str, about: Mapping[str, Any], options: Mapping[str, Any]) -> None
         json.dumps({**about, "text": about["message"]}).encode(),
         {"Content-Type": "application/json", "User-Agent": "ckpt-engine"},
     )
-    urllib.request.urlopen(request, timeout=options["timeout"]).close()
+    urllib.request.build_opener(_NoRedirect).open(request, timeout=options["timeout"]).close()
 
 
 def run(command: str | Sequence[str], about: Mapping[str, Any], options: Mapping[str, Any]) -> None:

@@ -397,6 +397,26 @@ def test_a_missing_trainer_is_named_with_its_extra(line: str, missing: str, extr
     assert done.stdout.split()[-1].split(".")[0] == missing
 
 
+@pytest.mark.parametrize(
+    ("words", "named"), [(("a",), {}), (("a", "b", "c"), {}), ((), {}), ((), {"word": "a"}), (("a",), {"more": "b"})]
+)
+def test_a_class_derived_from_the_lazy_one_takes_its_own_arguments(
+    words: tuple[str, ...], named: dict[str, str]
+) -> None:
+    """It is a class of the module that defines it."""
+    from accelerate_ckpt import AdaptiveCheckpoint
+
+    class Mine(AdaptiveCheckpoint):
+        def __init__(self, *words: str, **named: str) -> None:
+            self.given = words, named
+
+        def release(self) -> None: ...
+
+    one = Mine(*words, **named)
+    assert one.given == (words, named)
+    assert type(one).__module__ == __name__
+
+
 def test_a_class_derived_from_the_lazy_one_keeps_its_methods() -> None:
     """`AdaptiveCheckpoint` of Accelerate becomes a tracker when it is made, and what derives from it as well."""
     from accelerate import Accelerator

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import MismatchError
+from ckpt_engine.loop.components import dump_flags, restore_flags
 from ckpt_engine.state import module_names
 from ckpt_engine.state.module_names import canonical, stored_name
 from tests.loop import test_resume_changes
@@ -211,6 +212,70 @@ def test_an_attribute_of_the_user_keeps_its_name(name: str, outside: str) -> Non
     model = WRAPS[outside](Own(name))
     assert [*map(canonical(model), model.state_dict())] == [f"{name}.weight", f"{name}.bias"]
     assert stored_name(model)(f"{name}.weight") == f"{name}.weight"
+
+
+class Shared(nn.Module):
+    """A module under two names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        setattr(self, name, self.net)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+
+class Prefixed(nn.Module):
+    """A model whose `state_dict` has names of its own."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix, self.net = f"{prefix}.", nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {self.prefix + key: value for key, value in super().state_dict(*args, **options).items()}
+
+    def load_state_dict(self, saved: Any, *args: Any, **options: Any) -> Any:
+        assert all(key.startswith(self.prefix) for key in saved)
+        own = {key.removeprefix(self.prefix): value for key, value in saved.items()}
+        return super().load_state_dict(own, *args, **options)
+
+
+@pytest.mark.parametrize("name", ["module", "_orig_mod", "base_layer"])
+@pytest.mark.parametrize("kind", [Shared, Prefixed])
+def test_a_run_resumes_with_the_names_of_the_user(kind: Callable[[str], nn.Module], name: str, tmp_path: Path) -> None:
+    """A second name of a module, and one that only the `state_dict` has, are no rest of a wrapper."""
+    found: list[dict[str, str]] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = kind(name)
+        optimizer = torch.optim.Adam(model.parameters())
+        with Checkpointer(tmp_path, writer="thread") as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer)
+            found.append(digest(weights=model.state_dict()))
+            if not seed:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                run.step()
+                found.append(digest(weights=model.state_dict()))
+    assert found[2]["weights"] == found[1]["weights"] != found[0]["weights"]
+
+
+@pytest.mark.parametrize("outer", [nn.DataParallel, checkpoint_wrapper, WRAPS["whole"]])
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_mode_of_a_model_is_not_that_of_its_wrapper(outer: Wrap, trains: bool) -> None:
+    """A script may switch only what is inside."""
+    inner = nn.Linear(2, 2)
+    model = outer(inner).train(not trains)
+    inner.train(trains)
+    saved = dump_flags(model)
+    inner.train(not trains)
+    restore_flags(model, saved)
+    assert inner.training == trains
 
 
 class WithHead(nn.DataParallel):

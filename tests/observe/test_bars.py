@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
 from torch.utils.data import DataLoader
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.observe.events import announce
+from ckpt_engine.observe.events import announce, clear_bars
 from tests.support.screen import recording, rows_of
 
 MESSAGES = 20
@@ -167,3 +169,21 @@ def test_a_live_bar_is_never_broken(
 def test_the_screen_shows_what_a_terminal_would(written: str, rows: list[str]) -> None:
     """Returns, cursors, erased lines, colours, and lines that wrap."""
     assert rows_of(written) == rows
+
+
+class _Kept(tqdm.std.tqdm):  # type: ignore[type-arg]
+    """A bar that another thread makes at this moment."""
+
+    def __init__(self) -> None: ...
+
+
+def test_a_line_leaves_alone_what_is_not_drawn_on_the_terminal() -> None:
+    """A bar that is not made yet, and one that a program draws into a file."""
+    file = io.StringIO()
+    with tqdm.std.tqdm(total=3, file=file):
+        half, before = _Kept(), file.getvalue()
+        try:
+            assert clear_bars()
+        finally:
+            half.disable = True  # nothing is to be closed
+        assert file.getvalue() == before

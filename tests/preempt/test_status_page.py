@@ -250,6 +250,29 @@ def test_a_client_that_says_nothing_does_not_keep_others_out(
         assert 'ckpt_step{run="/run"} 97.0\n' in get(port, "/metrics")
 
 
+def test_a_client_that_never_ends_its_request_holds_nothing_up(board: Callable[..., StatusPage]) -> None:
+    """Neither another client nor the end of training."""
+    port, ended = free_port(), threading.Event()
+    page = board(port=port)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /status HTTP/1.0\r\nX: ")
+
+        def drip() -> None:
+            while not ended.wait(0.05):
+                client.sendall(b"x")
+
+        slow = threading.Thread(target=drip)
+        slow.start()
+        try:
+            closing = threading.Thread(target=lambda: (get(port, "/status"), page.close()), daemon=True)
+            closing.start()
+            closing.join(PATIENCE_SECONDS / 3)
+            assert not closing.is_alive()
+        finally:
+            ended.set()
+            slow.join()
+
+
 def test_a_port_that_is_taken_is_said(board: Callable[..., StatusPage], caplog: pytest.LogCaptureFixture) -> None:
     """Training goes on without the page."""
     with socket.socket() as taken:

@@ -117,6 +117,11 @@ class Service:
                     service.release.wait(PATIENCE_SECONDS)
                     return
                 self.send_response(status)
+                self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None: ...
@@ -171,6 +176,7 @@ def test_hooks_that_fail_are_one_warning_each(serve: Callable[..., Service], cap
             "missing": (["no-such-program"], "[Errno 2] No such file or directory: 'no-such-program'"),
             "dead": (dead, "<urlopen error [Errno 111] Connection refused>"),
             "refuses": (serve(status=403).url, "HTTP Error 403: Forbidden"),
+            "moved": (serve(status=301).url, "HTTP Error 301: Moved Permanently"),
         }
         for name, (hook, why) in cases.items():
             caplog.clear()
@@ -303,6 +309,7 @@ def failed(code: str, step: int = 1) -> SnapshotFailed:
     [
         ([failed("CKPT301"), failed("CKPT301", 2)], ["CKPT301"]),
         ([failed("CKPT301"), failed("CKPT300")], ["CKPT301", "CKPT300"]),
+        ([failed("CKPT301"), failed("CKPT300"), failed("CKPT301", 2)], ["CKPT301", "CKPT300"]),
         ([failed("CKPT301"), committed(2), failed("CKPT301", 3)], ["CKPT301", "CKPT301"]),
         ([TierDegraded("s3://b/r", "CKPT300", "away"), committed(1)], ["CKPT300"]),
         ([committed(1), committed(2)], []),
@@ -374,6 +381,7 @@ def test_it_is_written_in_yaml_as_well() -> None:
         ({"url": "https://x"}, "must be a list of a program and its arguments"),
         ("https://", "must be a URL that starts with http:// or https:// and names a host"),
         ("https://host/a token", "must be a URL that starts with"),
+        ("https://me:token@host/run", "without a user"),
     ],
 )
 def test_what_can_be_no_hook_is_refused(hook: Any, said: str) -> None:

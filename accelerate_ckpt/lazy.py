@@ -7,15 +7,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from accelerate import Accelerator
+
+
+def becomes(module: str, name: str, base: type) -> type:
+    """A class with this base until the first object is made, and with the named one from then on."""
+
+    class Later(base):  # type: ignore[misc]
+        def __new__(cls, *_: Any, **__: Any) -> Self:
+            Later.__bases__ = (getattr(import_module(module), name),)
+            return object.__new__(cls)
+
+    return Later
+
 
 if TYPE_CHECKING:
     from accelerate_ckpt.adaptive import AcceleratedLoop
     from ckpt_engine.adapter import Options
 else:
-    AcceleratedLoop = object
+    Plain = type("Plain", (), {})  # the base of a class that derives from `object` itself cannot be changed
+    AcceleratedLoop = becomes("accelerate_ckpt.adaptive", "AcceleratedLoop", Plain)
 
 
 class _Lazy(AcceleratedLoop):

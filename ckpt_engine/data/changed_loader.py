@@ -238,11 +238,13 @@ def fit_to(
     Raises:
         MismatchError: the user has not chosen, or the choice has no meaning here; says what to do.
     """
-    what = "; ".join(d.change for d in changed)
+    longer = any(d.field == "dataset_length" for d in changed)  # its other number of batches follows from that
+    what = "; ".join(d.change for d in changed if not (longer and d.field == "batches"))
     if policy is OnChange.REFUSE:
         require_same_split(changed)
     if state["phase"] == "fresh" or not state["batches"]:
-        found = Exactness() if not changed else Exactness(Level.NOT_RESTORED, (f"from this epoch on {what}",))
+        why = f"data: {what}: the new loader counts from this epoch on"
+        found = Exactness() if not changed else Exactness(Level.NOT_RESTORED, (why,))
         if state["phase"] == "within":
             return FittedState(_restarted(state, loader), "within", found)
         # New workers: those of the saved run had another loader.

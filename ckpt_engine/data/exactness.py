@@ -246,6 +246,8 @@ class Difference:
         """What was, and what is."""
         if self.effect is Effect.OTHER_SAMPLES:
             return f"{self.field} has other values"
+        if self.field == "dataset_length" and isinstance(self.saved, int) and isinstance(self.current, int):
+            return f"{self.saved:,} samples then, {self.current:,} now"
         return f"{self.field} was {self.saved!r}, now {self.current!r}"
 
 

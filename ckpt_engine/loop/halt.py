@@ -189,8 +189,11 @@ class Halt(Ending):
     def ended(self) -> None:
         """Everything is durable: one line says what the run has, unless what has ended it says so."""
         if self.complete and not self.stops and (self.shared is None or self.shared.together.verdicts.leads):
-            budget = "" if self._cadence.decision is None else f" of {share(self._engine.config.overhead)}"
-            overhead = f"overhead {share(self._cadence.overhead_fraction)}{budget}"
+            fraction, at_most = self._cadence.overhead_fraction, self._engine.config.overhead
+            budget = "" if self._cadence.decision is None else f" of {share(at_most)}"
+            if not budget and self._cadence.interval_steps is not None and fraction > at_most:
+                budget = " (every_n_steps is set: no budget applies)"
+            overhead = f"overhead {share(fraction)}{budget}"
             loaded = self._engine.loaded
             resumed = None if loaded is None else (loaded.info.step, loaded.place)
             announce(self._log, self.watch.summary(overhead, resumed, self._cadence.overtaken))

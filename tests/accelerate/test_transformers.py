@@ -231,7 +231,10 @@ def test_between_epochs_a_grown_dataset_goes_on(tmp_path: Path) -> None:
     train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")
     resumed = train_hf({"num_train_epochs": 4}, resume_only(tmp_path / "run"), tmp_path / "out", seed=11, samples=30)
     assert trained(resumed) == 8
-    assert any("dataset_length was 22, now 30" in one.why for one in report(tmp_path / "run").not_restored)
+    assert any(
+        "data: 22 samples then, 30 now: the new loader counts from" in one.why
+        for one in report(tmp_path / "run").not_restored
+    )
 
 
 def test_a_finished_run_that_is_started_again_ends_as_it_had(tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def test_between_epochs_a_changed_loader_is_taken_and_reported(name: str) -> Non
     changed = loader(**CHANGES[name])
     rest, _, found = resumed(changed, after(0, loader()), "refuse")
     assert found.exactness.level is Level.NOT_RESTORED
-    assert "from this epoch on" in found.exactness.reasons[0]
+    why = found.exactness.reasons[0]
+    assert why.endswith(": the new loader counts from this epoch on")
+    assert ("samples then, 31 now" in why) is ("samples" in CHANGES[name])
+    assert not ("samples" in CHANGES[name] and "batches" in why)
     assert len(rest) == len(changed)
     assert len({i for batch in rest for i in batch}) == sum(map(len, rest))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import io
+import pickle
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -139,7 +142,7 @@ WIDE = frozenset(
     {
         *("Cadence", "Config", "Engine", "Epoch", "Feed", "FitResume", "FitRun", "FlightRecorder", "JobQueue", "Loops"),
         *("Options", "Peers", "Persister", "Pipeline", "PreemptionWatch", "PrimaryTier", "SecondaryTier"),
-        *("SecondaryTiers", "SimulatedJob", "Stopping", "Together", "Tracker", "Training", "TransformersCallback"),
+        *("SecondaryTiers", "SimulatedJob", "Stopping", "Together", "Tracker", "Training", "TrainerEvents"),
         "WriterClient",
     }
 )
@@ -364,6 +367,7 @@ def _names_of_the_engine(package: Path) -> set[str]:
         ("ckpt_engine", 1),
         ("lightning_ckpt.AdaptiveCheckpoint", 6),
         ("accelerate_ckpt.AdaptiveCheckpoint", 2),
+        ("accelerate_ckpt.TransformersCallback", 3),
     ],
 )
 def test_a_package_imports_little_before_a_run_begins(name: str, most: int) -> None:
@@ -439,6 +443,32 @@ def test_a_class_derived_from_the_lazy_one_keeps_its_methods() -> None:
     assert issubclass(Mine, AdaptiveCheckpoint)
     with pytest.raises(ConfigError, match="optimizer"):
         AdaptiveCheckpoint(Accelerator(cpu=True), "/tmp/nothing-is-made-here", writer="thread")
+
+
+def test_the_lazy_callback_is_one_of_transformers(tmp_path: Path) -> None:
+    """A `TrainerCallback` before and after one is made; classes derived from it choose their own arguments."""
+    from transformers import TrainerCallback
+
+    from accelerate_ckpt import TransformersCallback
+
+    class Mine(TransformersCallback):
+        def __init__(self, root: Path, *words: str) -> None:
+            super().__init__(str(root))
+            self.words = words
+
+        def on_evaluate(self, *events: Any, **objects: Any) -> None:
+            super().on_evaluate(*events, **objects)
+
+    assert issubclass(TransformersCallback, TrainerCallback)
+    one = Mine(tmp_path, "first", "second")
+    one.on_evaluate(None, None, None)
+    made = TransformersCallback(str(tmp_path))
+    assert isinstance(one, TransformersCallback) and type(made) is TransformersCallback
+    assert type(one) is Mine and issubclass(Mine, TrainerCallback)
+    for copied in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert type(copied) is TransformersCallback
+        assert copied.config == made.config
+    assert copy.deepcopy(one).words == ("first", "second")
 
 
 def test_every_error_has_its_own_code_and_is_in_the_tree_of_the_docstring() -> None:

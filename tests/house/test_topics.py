@@ -17,7 +17,7 @@ MODULES = {path.relative_to(ROOT).as_posix(): path for package in PACKAGES for p
 MOST_BLOCKS = 1
 
 GLUED = {
-    "accelerate_ckpt": "adaptive transformers_callback",
+    "accelerate_ckpt": "adaptive transformers_events",
     "ckpt_engine/audit": "carried roots",
     "ckpt_engine/config": "load_config sections",
     "ckpt_engine/data": "changed_loader exactness position",

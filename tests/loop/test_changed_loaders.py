@@ -70,7 +70,7 @@ def test_the_user_chooses_what_becomes_of_the_interrupted_epoch(trainer: str, tm
     assert sorted(flat(samples(again, 1))) == sorted(flat(samples(again, 2))) == list(range(SAMPLES + 5))
     assert not samples(again, 0)
     assert any(
-        "data: restart_epoch: dataset_length was 22, now 27; batch_size" in one.why for one in report(root).not_restored
+        "data: restart_epoch: 22 samples then, 27 now; batch_size" in one.why for one in report(root).not_restored
     )
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,36 @@ def test_a_script_that_sets_up_no_logging_says_where_it_starts(loop: str, config
     assert "nothing was left to train; step 8 is durable on" in run(2)
     assert second.count("resumed at step 4") == 1, second
     assert "starting fresh" not in second and "resumed at" not in first
+
+
+@pytest.mark.parametrize(
+    ("options", "fraction", "said"),
+    [
+        ({"every_n_steps": 1}, 0.11, "overhead 11 % (every_n_steps is set: no budget applies); longest"),
+        ({"every_n_steps": 1}, 0.005, "overhead 0.5 %; longest"),
+        ({"every_seconds": 60.0}, 0.11, "overhead 11 %; longest"),
+    ],
+)
+def test_an_overhead_above_the_budget_says_why(
+    options: dict[str, Any],
+    fraction: float,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A fixed number of steps has no budget, which the last line of a run names where it would be exceeded."""
+    caplog.set_level(logging.INFO)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(3, 2))
+    monkeypatch.setattr("ckpt_engine.frequency.cadence.Cadence.overhead_fraction", fraction)
+    with Checkpointer(tmp_path, writer="thread", **options) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        for batch in loader:
+            model(batch).sum().backward()
+            optimizer.step()
+    assert said in caplog.text
 
 
 def test_a_loop_of_which_no_snapshot_can_be_taken_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

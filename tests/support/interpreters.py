@@ -38,7 +38,7 @@ ENGINE = (
     *("ckpt_engine.checkpointer", "ckpt_engine.writer.client", "ckpt_engine.loop.tracker"),
 )
 LIGHTNING = (*ENGINE, "lightning.pytorch", "lightning_ckpt.run")
-ACCELERATE = (*ENGINE, "accelerate", "transformers.trainer", "accelerate_ckpt.transformers_callback")
+ACCELERATE = (*ENGINE, "accelerate", "transformers.trainer", "accelerate_ckpt.transformers_events")
 MOTO = (*ENGINE, "moto.server", "moto.s3.responses")
 OURS = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
 _MESSAGE_BYTES = 200_000

@@ -21,9 +21,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
-    preload(
-        "accelerate", "lightning.pytorch", "transformers", "accelerate_ckpt.transformers_callback", "lightning_ckpt"
-    )
+    preload("accelerate", "lightning.pytorch", "transformers", "accelerate_ckpt.transformers_events", "lightning_ckpt")
     began, required, overtaken, bad = time.monotonic(), 0, 0, []
     kinds: Counter[str] = Counter()
     for seed in range(arguments.first, arguments.first + arguments.seeds):

@@ -32,18 +32,7 @@ else:
     AcceleratedLoop = becomes("accelerate_ckpt.adaptive", "AcceleratedLoop", Plain)
 
 
-class _Lazy(AcceleratedLoop):
-    """Imports the engine when one is made, whatever arguments a subclass takes."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        from accelerate_ckpt.adaptive import AcceleratedLoop as Loop
-
-        return object.__new__(
-            cls if issubclass(cls, Loop) else type(cls.__name__, (cls, Loop), {"__module__": cls.__module__})
-        )
-
-
-class AdaptiveCheckpoint(_Lazy):
+class AdaptiveCheckpoint(AcceleratedLoop):
     """Exact, asynchronous snapshots of an Accelerate loop whose body stays as it is.
 
     ```python

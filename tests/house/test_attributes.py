@@ -41,7 +41,6 @@ NAMES = {
     "Cadence": 39,
     "Feed": 38,
     "AcceleratedLoop": 36,
-    "_Lazy": 36,
     "Tracker": 32,
     "NodeMemberTier": 32,
     "PrimaryTier": 31,

@@ -12,7 +12,7 @@ from ckpt_engine.observe.events import Requested
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit, resumer, saved, tail
 from tests.lightning.test_interrupted_runs import At
-from tests.writer.memory_tier.lives import until
+from tests.restore.memory_tier.lives import until
 
 
 def asked(root: Path, what: str) -> AdaptiveCheckpoint:

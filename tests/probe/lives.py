@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.resume_report import FILE_NAME, Replay, ResumeReport
-from tests.writer.memory_tier.lives import until as wait_until
+from tests.restore.memory_tier.lives import until as wait_until
 
 SNAPSHOT, END = 8, 14
 """The last snapshot is of the one step, and the process ends after the other."""

@@ -18,7 +18,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe.resume_report import FILE_NAME
 from tests.probe.lives import END, SNAPSHOT, replay_of
-from tests.writer.memory_tier.lives import until as wait_until
+from tests.restore.memory_tier.lives import until as wait_until
 
 RATE, SCALE = 0.05, 1.0
 ROWS = torch.randn(40, 3, generator=torch.Generator().manual_seed(3))

@@ -21,7 +21,7 @@ from ckpt_engine.probe import sample
 from ckpt_engine.probe.batch import digest_of
 from tests.probe import lives
 from tests.probe.lives import END, SNAPSHOT, Job, make, replay_of, train
-from tests.writer.memory_tier.lives import until as wait_until
+from tests.restore.memory_tier.lives import until as wait_until
 
 Change = Callable[[Job, list[torch.Tensor], random.Random], None]
 

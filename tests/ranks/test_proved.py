@@ -14,7 +14,7 @@ from ckpt_engine.observe.resume_report import Replay, ReplayDifference, ResumeRe
 from ckpt_engine.store.rows import read_lives
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.ranks.launch import Launcher
-from tests.writer.memory_tier.lives import until
+from tests.restore.memory_tier.lives import until
 
 SNAPSHOT, KILL, END = 4, 7, 9
 """Each so many steps there is a snapshot; both ranks are killed behind a step; those that resume end after another."""

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from lightning_ckpt import AdaptiveCheckpoint
+from tests.restore.memory_tier.lives import until
 from tests.support.trainers import wait_for_the_arena
-from tests.writer.memory_tier.lives import until
 
 
 class Rows(Dataset[torch.Tensor]):

@@ -21,7 +21,7 @@ from ckpt_engine.state import layout
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import Planner
 from ckpt_engine.store.tree import TreePath
-from tests.writer.peers.writers import until
+from tests.restore.peers.writers import until
 from tests.writer.staged import WAIT_SECONDS
 
 PATIENCE_SECONDS = 60.0

@@ -23,7 +23,7 @@ from tests.support import huge_pages, interpreters
 LONGEST = (
     *("examples/test_demo", "data/", "store/test_object_storage_obstore", "lightning/"),
     *("store/test_object_storage_faults", "loop/", "accelerate/ranks/", "ranks/test_diverging", "accelerate/"),
-    *("recipes/", "cli/", "writer/memory_tier/", "restore/", "preempt/"),
+    *("recipes/", "cli/", "restore/memory_tier/", "restore/", "preempt/"),
 )
 """Files that take long begin first, waiting ones beside computing ones: no worker is left with one at the end.
 

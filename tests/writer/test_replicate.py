@@ -12,7 +12,7 @@ from ckpt_engine.errors import StorageStalledError
 from ckpt_engine.store.storage.base import Throttle, metered
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.replicate import NEXT, PAUSES, CopyStoppedError, CopyThrottle, Replicator, TierState
-from tests.writer.memory_tier.lives import until
+from tests.restore.memory_tier.lives import until
 from tests.writer.passing import let_time_pass_where_calls_hang
 from tests.writer.staged import WAIT_SECONDS
 from tests.writer.tiered import Run

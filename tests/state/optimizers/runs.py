@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_engine import Checkpointer
 from tests.loop.runs import durable, every_boundary, resume_only
+from tests.restore.memory_tier.lives import until
 from tests.support.digests import digest, seed_everything
 from tests.support.snapshots import only, saved
-from tests.writer.memory_tier.lives import until
 
 EPOCHS, BATCH, SAMPLES = 2, 4, 16
 EVERY = 5

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.lightning.conftest import one_thread  # noqa: F401 - runs are compared bit for bit here too
-from tests.writer.memory_tier.lives import Trainers
+from tests.restore.memory_tier.lives import Trainers
 
 
 @pytest.fixture(scope="session")

@@ -21,10 +21,10 @@ PATIENCE_SECONDS = 120.0
 
 
 class Trainers(ForkServer):
-    """Trains plain loops; jobs are those of `tests.writer.memory_tier.plain_trainer`."""
+    """Trains plain loops; jobs are those of `tests.restore.memory_tier.plain_trainer`."""
 
     def __init__(self) -> None:
-        super().__init__("tests.writer.memory_tier.plain_trainer")
+        super().__init__("tests.restore.memory_tier.plain_trainer")
 
 
 def until(condition: Callable[[], object], what: Callable[[], str], seconds: float = PATIENCE_SECONDS) -> None:

@@ -27,7 +27,7 @@ from ckpt_engine.writer.messages import Body, Reply
 from ckpt_engine.writer.parity import chunk, number_of, restore_chunk, xor_into
 from ckpt_engine.writer.peer_service import PeerConnection, connect
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
-from tests.writer.peers.writers import RUN, SECRET, Writer, meet, until
+from tests.restore.peers.writers import RUN, SECRET, Writer, meet, until
 from tests.writer.staged import WAIT_SECONDS, weight_bytes
 
 IDS = [session_id(SECRET, number, number) for number in range(9)]

@@ -27,7 +27,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.peer_service import connect
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
-from tests.writer.peers.writers import SECRET, Writer, meet, until
+from tests.restore.peers.writers import SECRET, Writer, meet, until
 from tests.writer.staged import WAIT_SECONDS
 
 

@@ -19,10 +19,10 @@ from ckpt_engine.writer import control
 from ckpt_engine.writer.crash_recovery import follow
 from tests.ranks.runs import SharedStore, on_all
 from tests.ranks.train_plain import check, state_of
+from tests.restore.memory_tier.lives import until
+from tests.restore.memory_tier.rank_host import open_rank
 from tests.support import interpreters
 from tests.support.writers import writers_of
-from tests.writer.memory_tier.lives import until
-from tests.writer.memory_tier.rank_host import open_rank
 
 REPOSITORY = Path(__file__).parents[3]
 MOST_LOST = 2
@@ -41,7 +41,7 @@ class Host:
         codec: str = "raw",
     ) -> None:
         numbers = map(str, (size, durable_every, nodes, replicate))
-        command = [sys.executable, "-m", "tests.writer.memory_tier.rank_host", str(root), *numbers, codec]
+        command = [sys.executable, "-m", "tests.restore.memory_tier.rank_host", str(root), *numbers, codec]
         self.process = interpreters.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
         self.resumed = self._line()
 

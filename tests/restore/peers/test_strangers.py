@@ -21,7 +21,7 @@ from ckpt_engine.ranks import world
 from ckpt_engine.ranks.world import towards_others
 from ckpt_engine.writer import peer_service
 from ckpt_engine.writer.peer_service import STRANGERS, PeerConnection, Server, connect
-from tests.writer.peers.writers import SECRET, Writer, meet, until
+from tests.restore.peers.writers import SECRET, Writer, meet, until
 from tests.writer.staged import WAIT_SECONDS
 
 

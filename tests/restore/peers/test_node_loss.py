@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.writer.peers.cluster import Cluster
+from tests.restore.peers.cluster import Cluster
 
 REPLICATE = {"url": "memory", "replicate": 1}
 PARITY = {"url": "memory", "parity": 3}

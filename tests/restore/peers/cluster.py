@@ -25,7 +25,7 @@ class Node:
     """
 
     def __init__(self, job: dict[str, Any], log: Path) -> None:
-        command = [sys.executable, "-m", "tests.writer.peers.node_host", json.dumps(job)]
+        command = [sys.executable, "-m", "tests.restore.peers.node_host", json.dumps(job)]
         with log.open("a") as errors:
             self.process = interpreters.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=REPOSITORY)
 

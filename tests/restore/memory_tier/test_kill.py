@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine import Checkpointer
-from tests.writer.memory_tier.lives import Life, Run, Trainers, until
+from tests.restore.memory_tier.lives import Life, Run, Trainers, until
 
 MOST_LOST = 2
 """The iteration that was under way, and the one whose snapshot was just being taken."""

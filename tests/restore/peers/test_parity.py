@@ -96,7 +96,7 @@ def test_a_group_has_one_rank_on_each_of_its_machines(machines: int, each: int, 
 )
 def test_machines_that_make_no_groups_are_refused(nodes: list[str], numbers: str) -> None:
     """The message has the numbers."""
-    with pytest.raises(ConfigError, match=f"parity: 3 needs .* in groups of 3; there are {numbers}"):
+    with pytest.raises(ConfigError, match=f"parity: 3 needs .* in groups of 3 machines; there are {numbers}"):
         neighbours(0, nodes, 3)
 
 
@@ -395,7 +395,7 @@ def test_parity_needs_groups_of_machines(tmp_path: Any) -> None:
     made = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store, node=f"node{rank}")) for rank in range(2)]
 
     def start(rank: int) -> None:
-        with pytest.raises(ConfigError, match="in groups of 3; there are 2, with 1, 1 ranks"):
+        with pytest.raises(ConfigError, match="in groups of 3 machines; there are 2, with 1, 1 ranks"):
             made[rank].engine.start()
 
     on_all(start, 2)

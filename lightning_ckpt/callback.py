@@ -50,6 +50,7 @@ class AdaptiveCheckpoint(Callback):
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
         log: what the progress bar and the loggers show, e.g. {"bar": "full"}.
+        on: commands or webhooks, e.g. {"durable": "python evaluate.py", "failure": "https://…"}.
         guard: "off", "nan" or "loss_spike": what ends training before it is saved.
         rollback: as `guard`, and the next start goes back, e.g. {"on": "loss_spike", "skip_batches": 200}.
         resume: "auto" resumes from the newest snapshot where `fit` is given no `ckpt_path`; "off" never does.
@@ -103,9 +104,10 @@ class AdaptiveCheckpoint(Callback):
             preemption: dict[str, Any] | None = None,
             status: dict[str, Any] | None = None,
             log: dict[str, Any] | None = None,
+            on: dict[str, Any] | None = None,
             guard: str | bool | None = None,
             rollback: dict[str, Any] | None = None,
-            resume: str | bool | None = None,
+            resume: str | bool | dict[str, Any] | None = None,
             on_error: str | None = None,
             writer: str | None = None,
             linger: float | str | None = None,

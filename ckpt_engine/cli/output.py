@@ -88,6 +88,11 @@ def print_text(*lines: str, err: bool = False, **style: Any) -> None:
     click.echo(click.style("\n".join(rows), **style), err=err, nl=bool(rows))
 
 
+def draw(text: str) -> None:
+    """Writes a screen, with its control sequences: what others have written is escaped in it already."""
+    click.echo(text, nl=False)
+
+
 def print_beside(head: str, text: str) -> None:
     """Writes `text` on the right of `head`, in a column of its own; a longer path below it."""
     width, blank = line_width(), " " * len(head)

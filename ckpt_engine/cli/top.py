@@ -23,6 +23,7 @@ from ckpt_engine.cli.output import (
     BAR_WIDTH,
     bar,
     cut,
+    draw,
     for_people,
     headline,
     json_option,
@@ -93,7 +94,7 @@ def _draw(root: str, found: RunReading | None, trouble: str) -> None:
     width, height = os.get_terminal_size(sys.stdout.fileno())
     rows = (*rows_of(root, found, trouble, width)[: height - 1], ("q or Ctrl-C ends it", {}))
     text = "\033[K\n".join(click.style(cut(for_people(row), width), **style) for row, style in rows)
-    click.echo(f"\033[H{text}\033[K\033[J", nl=False)
+    draw(f"\033[H{text}\033[K\033[J")
 
 
 @contextmanager
@@ -110,8 +111,8 @@ def _full_screen() -> Iterator[Callable[[float], bool]]:
         for key in keys:
             undo.callback(termios.tcsetattr, key, termios.TCSADRAIN, termios.tcgetattr(key))
             tty.setcbreak(key)
-        undo.callback(click.echo, _LEAVE, nl=False)
-        click.echo(_ENTER, nl=False)
+        undo.callback(draw, _LEAVE)
+        draw(_ENTER)
         yield ends
 
 

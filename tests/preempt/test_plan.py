@@ -180,7 +180,7 @@ def written(run: StopFacts, pace: float) -> dict[int, float]:
     speed = (near.bytes_per_second or math.inf) * pace
     now, ends, freed = 0.0, {}, []
     for one in run.in_flight:
-        now += one.left_bytes / speed
+        now += one.nbytes / speed
         ends[one.step] = now
         freed.append(now)
     if run.held_step is not None:

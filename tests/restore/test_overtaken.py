@@ -226,7 +226,7 @@ def test_a_load_waits_for_the_writer_of_a_dead_trainer(tmp_path: Path, kind: str
 
     class Finishes(LogSink):
         def emit(self, event: Event) -> None:
-            if isinstance(event, Notice) and "its writer still finishes" in event.message:
+            if isinstance(event, Notice) and "its writer is still writing" in event.message:
                 storage.put(newest, [memoryview(manifest)])
                 lease.release()
 

@@ -32,7 +32,7 @@ def test_deepspeed_under_lightning() -> None:
 def test_deepspeed_under_accelerate() -> None:
     """Its state is in files of its own."""
     accelerator = cast(Any, SimpleNamespace(num_processes=2, distributed_type=DistributedType.DEEPSPEED))
-    with pytest.raises(ConfigError, match=r"accelerator\.save_state, or FSDP2"):
+    with pytest.raises(ConfigError, match=r"accelerator\.save_state for this run, or FSDP2"):
         accelerate_ranks_of(accelerator)
 
 

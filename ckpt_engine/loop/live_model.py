@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.loop import components
-from ckpt_engine.loop.distributed_models import flat_models
+from ckpt_engine.loop.distributed_models import flat_models, units
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.restore.match import require_match
 from ckpt_engine.state.module_names import canonical, for_live, renamed
@@ -105,7 +105,9 @@ class LiveModel:
         """
         components.grow(self._module, own.get("metrics", {}))
         for key in state.keys() & set(weights):
-            state[key] = for_live(self._module, components.own_extra_state(state[key]))
+            saved = components.own_extra_state(state[key])
+            # A module of FSDP1 that is asked for its `state_dict` before the first forward takes itself for the root.
+            state[key] = saved if units(self._module) else for_live(self._module, saved)
 
     def in_place(self, saved: Mapping[str, Any]) -> AbstractContextManager[Mapping[str, Any]]:
         """Inside, the trainer loads the rest of `saved`: tensors of other tensors are filled where they are."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import AttemptsFound
@@ -210,6 +210,8 @@ def _age_of_process() -> float:
     """Seconds since this process was started to train; 0.0 where that is not known, or people sit before it."""
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         return 0.0
-    with suppress(psutil.Error, OSError):
-        return max(0.0, time.time() - psutil.Process().create_time())
+    with suppress(OSError, ValueError, IndexError):
+        # Not by wall-clock time, which may be set meanwhile.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return 0.0

@@ -90,7 +90,8 @@ def with_transformers(root: Path) -> None:
             return {"loss": self.net(x).sum()}
 
     options = {"use_cpu": True, "report_to": [], "save_strategy": "no", "per_device_train_batch_size": 2}
-    arguments = TrainingArguments(f"{root}-out", num_train_epochs=1, **options)  # type: ignore[arg-type]
+    shown = {"num_train_epochs": 1, "disable_tqdm": False}  # by default the log level decides, which other tests set
+    arguments = TrainingArguments(f"{root}-out", **shown, **options)  # type: ignore[arg-type]
     data = [{"x": torch.ones(2)} for _ in range(2 * MESSAGES)]
     callbacks = [TransformersCallback(root, writer="thread", every_n_steps=5, resume="auto"), Says()]
     Trainer(Model(), arguments, train_dataset=data, callbacks=callbacks).train()  # type: ignore[arg-type]

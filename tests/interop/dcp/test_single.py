@@ -284,7 +284,7 @@ def test_a_shard_has_smaller_pieces_than_an_array() -> None:
 
 def test_a_missing_shard_and_shapes_that_differ_are_no_snapshot() -> None:
     """As shards that overlap, both are errors that name the array."""
-    with pytest.raises(SnapshotFailedError, match="18 of the 24 elements of 'w'"):
+    with pytest.raises(SnapshotFailedError, match="'w' overlap or are incomplete: they have 18 of its 24 elements"):
         manifest_of(ID, "r", 2, [block("w", (4, 6), (0, 0), (3, 6), 0)], {})
     with pytest.raises(SnapshotFailedError, match="overlap or are incomplete"):
         manifest_of(ID, "r", 2, [block("w", (4, 6), (at, 0), (2, 6), at) for at in (0, 1)], {})

@@ -37,10 +37,6 @@ from ckpt_engine.adapter import (
 
 FILES = "hook_files"
 """The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
-_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_HINTS = {
-    "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
-}
 _ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"
 
 

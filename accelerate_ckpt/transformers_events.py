@@ -65,7 +65,6 @@ _NOT_EXACT = {
 _CALLS = (
     "on every rank: trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), with the callback in the trainer"
 )
-"""The machine of a folder, or "" for a place that all machines see; and its URL."""
 
 
 class TrainerEvents(TrainerCallback):
@@ -176,7 +175,7 @@ class TrainerEvents(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
-        """With `resume: auto`, `train` asks for the newest snapshot by itself; what it raises is heard in any case."""
+        """With `resume: auto`, `train` asks for the newest snapshot; what it raises is reported in any case."""
         if (trainer := trainer_above()) is not None:
             self._hear(trainer)
 
@@ -219,7 +218,7 @@ class TrainerEvents(TrainerCallback):
         )
         self._evaluations.clear()
         internals.follow_evaluations(self._follow_evaluation)
-        foreign = self._imported or (unasked and state.global_step > 0)  # a checkpoint of transformers' own goes on
+        foreign = self._imported or (unasked and state.global_step > 0)  # a checkpoint of transformers' own continues
         self._unchecked = resumed and not self._imported
         self._begun, self._saved_epoch = tracker.epoch, _saved_epoch(engine, int(getattr(source.outer, source.counter)))
         if resumed or foreign:
@@ -303,7 +302,7 @@ class TrainerEvents(TrainerCallback):
     # ---- private
 
     def _go_on_logging(self) -> None:
-        """What logs goes on where the snapshot is; once, as soon as it has begun."""
+        """Loggers continue where the snapshot is; once, as soon as they have begun."""
         if not self._curves and self._internals is not None and self._engine is not None:
             self._curves = Curves(self._engine.root_url, self._internals.curves())
             loaded = self._engine.loaded
@@ -418,7 +417,7 @@ def _require(callback: TrainerEvents, trainer: Trainer) -> None:
 
 
 def _saved_epoch(engine: Engine, counted: int) -> int:
-    """In which the snapshot goes on; the loader has not counted an epoch whose end was not asked for."""
+    """In which the snapshot continues; the loader has not counted an epoch whose end was not asked for."""
     notes = {} if engine.loaded is None else engine.loaded.manifest.notes
     return max(counted, int(notes[NOTE]["epoch"] or 0)) if NOTE in notes else counted
 

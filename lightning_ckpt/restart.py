@@ -11,7 +11,6 @@ restored state, and what else it sets up stays. `allow_restart` lets a Lightning
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import sys
 import weakref
@@ -30,8 +29,6 @@ from ckpt_engine.adapter import CkptError, ConfigError, Engine, LiveModel, NotRe
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
 from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.run_state import Groups
-
-_log = logging.getLogger("lightning_ckpt")
 
 AUTO = "auto"
 HOOK = "on_train_epoch_start"

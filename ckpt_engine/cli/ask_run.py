@@ -9,7 +9,7 @@ import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
 from ckpt_engine.cli.root import options_of, quantity, root_argument, storage_options
-from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.config.option_types import parse_duration_seconds
 from ckpt_engine.tools.live_run import ask_trainer, is_trained, wait_for
 from ckpt_engine.tools.stored_run import repository_of
 from ckpt_engine.writer import control

@@ -11,7 +11,8 @@ import click
 
 from ckpt_engine.cli.output import json_option, print_beside, print_json, print_text
 from ckpt_engine.cli.root import options_of, quantity, root_argument, storage_options
-from ckpt_engine.config.sections import ResumeChanges, parse_bytes
+from ckpt_engine.config.option_types import parse_bytes
+from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.observe import units
 from ckpt_engine.tools.needs import memory_need, newest_bytes, tier_needs
 from ckpt_engine.tools.try_storage import Finding, Mark, examine

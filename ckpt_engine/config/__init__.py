@@ -16,7 +16,8 @@ from typing import Any, Literal, Required, TypedDict
 
 from ckpt_engine.config.load_config import load_config
 from ckpt_engine.config.models import OPTION_NAMES, Config, Tier
-from ckpt_engine.config.sections import Best, Keep, Preemption, parse_duration_seconds, parse_fraction
+from ckpt_engine.config.option_types import parse_duration_seconds, parse_fraction
+from ckpt_engine.config.sections import Best, Keep, Preemption
 
 __all__ = [
     "OPTION_NAMES",

@@ -49,6 +49,27 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("merge", r"<<", "<"),
 )
+_EXAMPLES: Mapping[type[Section], str] = {Keep: "such as {last: 3}", Best: "such as {monitor: val_loss, mode: min}"}
+"""What to write instead of a bare value of these sections."""
+_UNITS: Mapping[str | int, str] = {"max_lost_work": "min", "bandwidth": "MB/s", "quota": "GB", "min_free": "GB"}
+"""Options that need one in a file: `max_lost_work: 10` would be ten seconds, and a rate of 200 would be in bytes."""
+_PLACE = {Config: "tiers", Tier: "url", Status: "file", Source: "file"}
+"""What `path`, `folder`, `directory` or `location` is in these sections."""
+_SECTIONS: Mapping[str, type[Section]] = {
+    "": Config,
+    "keep": Keep,
+    "keep.best": Best,
+    "tiers": Tier,
+    "preemption": Preemption,
+    "preemption.sources": Source,
+    "status": Status,
+    "log": Log,
+    "resume": ResumeChanges,
+}
+_MAX_VALUE_CHARACTERS = 60
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+_INIT = "`ckpt init` writes a file that is right"
+_YAML_SUFFIXES = (".yaml", ".yml")
 
 
 class _Loader(yaml.SafeLoader):
@@ -91,14 +112,6 @@ class _Loader(yaml.SafeLoader):
 for _tag, _pattern, _first in _RULES:
     _first_characters = ["" if c == "\0" else c for c in _first]
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first_characters)
-
-
-_EXAMPLES: Mapping[type[Section], str] = {Keep: "such as {last: 3}", Best: "such as {monitor: val_loss, mode: min}"}
-"""What to write instead of a bare value of these sections."""
-_UNITS: Mapping[str | int, str] = {"max_lost_work": "min", "bandwidth": "MB/s", "quota": "GB", "min_free": "GB"}
-"""Options that need one in a file: `max_lost_work: 10` would be ten seconds, and a rate of 200 would be in bytes."""
-_PLACE = {Config: "tiers", Tier: "url", Status: "file", Source: "file"}
-"""What `path`, `folder`, `directory` or `location` is in these sections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,20 +200,6 @@ def _what(err: yaml.YAMLError) -> str:
     if isinstance(err, yaml.MarkedYAMLError):
         return ", ".join(part for part in (err.context, err.problem) if part)
     return " ".join(str(err).split())
-
-
-_SECTIONS: Mapping[str, type[Section]] = {
-    "": Config,
-    "keep": Keep,
-    "keep.best": Best,
-    "tiers": Tier,
-    "preemption": Preemption,
-    "preemption.sources": Source,
-    "status": Status,
-    "log": Log,
-    "resume": ResumeChanges,
-}
-_MAX_VALUE_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,11 +376,6 @@ def shown(value: Any) -> str:
 
 def _listed(section: type[Section]) -> str:
     return ", ".join(section.model_fields)
-
-
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
-_INIT = "`ckpt init` writes a file that is right"
-_YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def load_config(source: ConfigSource = None, /, **options: Any) -> Config:

@@ -25,21 +25,14 @@ from pydantic import (
     model_validator,
 )
 
-from ckpt_engine.config.reporting import EventCalls, Log, Status
-from ckpt_engine.config.sections import (
+from ckpt_engine.config.option_types import (
     DURATION_SCHEMA,
     Count,
     Duration,
     Flag,
-    Keep,
-    KeepRules,
     LostWork,
     Patterns,
-    Preemption,
     Rate,
-    ResumeChanges,
-    Rollback,
-    Section,
     Share,
     checked,
     nonempty_text,
@@ -50,6 +43,8 @@ from ckpt_engine.config.sections import (
     parse_wait_seconds,
     refuse,
 )
+from ckpt_engine.config.reporting import EventCalls, Log, Status
+from ckpt_engine.config.sections import Keep, KeepRules, Preemption, ResumeChanges, Rollback, Section
 from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.plugins import CODECS, plugin
 

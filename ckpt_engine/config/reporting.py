@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from ckpt_engine.config.sections import (
+from ckpt_engine.config.option_types import (
     Duration,
     FilePath,
     Flag,
     Port,
-    Section,
     Text,
     checked,
     nonempty_text,
@@ -19,6 +18,7 @@ from ckpt_engine.config.sections import (
     parse_command,
     web_address,
 )
+from ckpt_engine.config.sections import Section
 
 
 def _hook(value: object) -> str | list[str]:

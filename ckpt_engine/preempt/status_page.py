@@ -98,7 +98,7 @@ class StatusPage:
     """Shows how a run stands from `start` to `close`. Neither waits for training, nor does training wait for it.
 
     The file is replaced in one step and not synced: it is for schedulers on the same machine or file system. What
-    cannot be written or served is said once, and the run goes on.
+    cannot be written or served is reported once, and the run continues.
 
     Args:
         options: what to show where.
@@ -135,8 +135,8 @@ class StatusPage:
         if port is not None:
             try:
                 server = make_server(self._options.host, port, self._serve, _Server, _Handler)
-            except OSError as err:
-                LOG.warning("no metrics at %s:%d: %s", self._options.host, port, err.strerror or err)
+            except (OSError, UnicodeError) as err:  # the second one: no name of a machine
+                LOG.warning("no metrics at %s:%d: %s", self._options.host, port, getattr(err, "strerror", None) or err)
                 return
             self._run(server.serve_forever, "ckpt-board-page")
             self._ends.callback(server.server_close)

@@ -13,7 +13,7 @@ import torch
 
 from ckpt_engine.config import load_config
 from ckpt_engine.config.load_config import ConfigSource
-from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.config.option_types import parse_duration_seconds
 from ckpt_engine.errors import (
     ArgumentError,
     CkptError,

@@ -30,7 +30,7 @@ from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.names import parse_id, seq_of
 
 WAIT_SECONDS = 3600.0
-"""Of waits without a timeout of their own: forever, but for a fault of ours."""
+"""Of waits without a timeout of their own: forever, unless the engine has a fault."""
 PATIENCE_SECONDS = 30.0
 """How long a partner that is gone keeps snapshots from being taken; that is known by then."""
 _MISSED = "missed"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.config.option_types import parse_duration_seconds
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.failures import (
     CLASSES,

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.config.option_types import parse_duration_seconds
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.triggers import SnapshotTimer

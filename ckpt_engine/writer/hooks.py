@@ -70,7 +70,8 @@ class Hooks:
             for name in (FAILURE, STOP, DURABLE)
             if name in config.on and config.ranks.rank == 0
         }
-        self._calls: set[Future[None]] = set()
+        self._calls: dict[Future[None], str] = {}
+        """Those that have not ended, and the hook of each."""
         self.emit = self._take if self._threads else emit
         self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}}
         self._reported: set[str] = set()
@@ -97,8 +98,9 @@ class Hooks:
     def _begin(self, name: str, message: str, code: str = "") -> None:
         if name in self._threads:
             about = {**self._newest, "event": name, "message": message, "code": code, "run": place(self._config.url)}
-            self._calls.add(begun := self._threads[name].submit(self._call, name, about))
-            begun.add_done_callback(self._calls.discard)
+            begun = self._threads[name].submit(self._call, name, about)
+            self._calls[begun] = f"on.{name}"
+            begun.add_done_callback(self._calls.pop)
 
     def _call(self, name: str, about: Mapping[str, Any]) -> None:
         hook = self._config.on[name]
@@ -126,18 +128,20 @@ class Hooks:
         if ending == GONE or (ending is not None and self.why is not None):
             name, message = _ENDS[ending]
             self._begin(name, f"{message}: {self.why}" if self.why else message)
-        names, seconds = " and ".join(f"on.{name}" for name in self._threads), self._config.end_wait_seconds
+        calls, seconds = dict(self._calls), self._config.end_wait_seconds
+        names = " and ".join(sorted(set(calls.values())))
         copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
-        if self._calls:
+        if calls:
             self._to_trainer({**copying, "waits": ""})  # everything is durable
 
         def say() -> None:
             self._to_trainer(copying)
 
         with said_if_slow(say):
-            late = wait(list(self._calls), seconds).not_done
+            late = wait(calls, seconds).not_done
         if late:
-            self._to_trainer({"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False})
+            names = " and ".join(sorted({calls[one] for one in late}))
+            self._to_trainer({"kind": messages.CLOSED, "left": f"{names} did not end", "said": True, "copies": False})
             wait(late, self._config.drain_seconds)
 
 

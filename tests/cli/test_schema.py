@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.config import OPTION_NAMES
-from ckpt_engine.config.sections import (
+from ckpt_engine.config.option_types import (
     BYTES_PER_UNIT,
     SECONDS_PER_UNIT,
     parse_bytes,

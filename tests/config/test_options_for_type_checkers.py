@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from ckpt_engine import config
-from ckpt_engine.config import Config, reporting, sections
+from ckpt_engine.config import Config, option_types, reporting, sections
 from ckpt_engine.config.models import Tier
 from tests.support.curves import need
 
@@ -54,7 +54,7 @@ def test_keys_and_words_are_those_of_the_schema(typed: Any) -> None:
     for name, field in section.model_fields.items():
         if name not in ("mtbf", "codec"):  # a text of its own kind, or of a package
             assert words(hints[name]) == words(field.annotation), name
-    assert set(typing.get_type_hints(config.LostWorkOptions)) == set(sections.FAILURES)
+    assert set(typing.get_type_hints(config.LostWorkOptions)) == set(option_types.FAILURES)
 
 
 @pytest.mark.slow

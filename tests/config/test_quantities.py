@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.config import parse_duration_seconds, parse_fraction
-from ckpt_engine.config.sections import SECONDS_PER_UNIT, parse_bytes, parse_bytes_per_second, parse_count, parse_flag
+from ckpt_engine.config.option_types import (
+    SECONDS_PER_UNIT,
+    parse_bytes,
+    parse_bytes_per_second,
+    parse_count,
+    parse_flag,
+)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A run to be killed: a table of which few rows change, and what is frozen; a step's state follows from its number.
 
-`python -m tests.copy.victim ROOT WRITER` goes on from the newest snapshot, says each step that is durable, and
+`python -m tests.copy.victim ROOT WRITER` resumes from the newest snapshot, says each step that is durable, and
 ends only when it is killed.
 """
 

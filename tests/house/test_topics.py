@@ -16,20 +16,7 @@ PACKAGES = ("accelerate_ckpt", "ckpt_engine", "lightning_ckpt")
 MODULES = {path.relative_to(ROOT).as_posix(): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 MOST_BLOCKS = 1
 
-GLUED = {
-    "accelerate_ckpt": "adaptive transformers_events",
-    "ckpt_engine/audit": "carried roots",
-    "ckpt_engine/config": "load_config sections",
-    "ckpt_engine/data": "changed_loader exactness position",
-    "ckpt_engine/interop": "dcp_reader",
-    "ckpt_engine/loop": "capture components distributed_models failing_loop",
-    "ckpt_engine/preempt": "stop_requests",
-    "ckpt_engine/ranks": "world",
-    "ckpt_engine/snapshot": "cuda ownership save_request writer_link",
-    "ckpt_engine/state": "json_types sharding",
-    "ckpt_engine/tools": "verdict",
-    "lightning_ckpt": "restart run_state",
-}
+GLUED: dict[str, str] = {}
 """Files with two blocks of constants or more between definitions."""
 
 LISTS = {

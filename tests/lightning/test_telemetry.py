@@ -45,7 +45,7 @@ def test_loggers_get_six_numbers(tmp_path: Path) -> None:
 
 
 def test_loggers_get_all_numbers_if_the_options_ask(tmp_path: Path) -> None:
-    """With `log: {loggers: full}`, as often as the six."""
+    """With `log: {loggers: full}`, whenever the six are."""
     outcome = fit(Case(trainer={"log_every_n_steps": 3}), every_batch(tmp_path, log={"loggers": "full"}))
     steps = [step for step, _ in outcome.logger.ours]
     assert steps == [2, 5, 8, 11, 14, 17]

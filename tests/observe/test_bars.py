@@ -26,7 +26,7 @@ Steps = Callable[[Iterable[Any]], Iterable[Any]]
 def say(number: int, trainer: str) -> None:
     """A line of a run: news, a warning or an error, by the engine's logger and that of the adapter in turn."""
     log = logging.getLogger(("ckpt_engine", trainer)[number % 2])
-    text = f"step {number:,}: a line of ours"
+    text = f"step {number:,}: a line of the engine"
     (lambda: announce(log, text), lambda: log.warning(text), lambda: log.error(text))[number % 3]()
 
 
@@ -148,8 +148,8 @@ def test_a_live_bar_is_never_broken(
         BARS[bar](tmp_path / "run")
     rows = rows_of(seen.text)
     news = [number for number in range(1, MESSAGES + 1) if number % 3 or not configured]
-    wanted = [f"step {number:,}: a line of ours" for number in news]
-    assert [row for row in rows if "a line of ours" in row] == wanted, "\n".join(rows)
+    wanted = [f"step {number:,}: a line of the engine" for number in news]
+    assert [row for row in rows if "a line of the engine" in row] == wanted, "\n".join(rows)
     assert any(BAR.search(row) for row in seen.text.split("\r")), seen.text
     first, last = rows.index(wanted[0]), rows.index(wanted[-1])
     assert [row for row in rows[first:last] if BAR.search(row)] == [], "\n".join(rows)

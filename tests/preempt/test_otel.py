@@ -30,7 +30,7 @@ def sdk() -> Iterator[None]:
 
 
 def collected() -> dict[str, Any]:
-    """The instruments of ours that report something, by name."""
+    """The instruments of the engine that report something, by name."""
     data: Any = READER.get_metrics_data()
     scopes = [scope for resource in data.resource_metrics for scope in resource.scope_metrics] if data else []
     return {one.name: one for scope in scopes for one in scope.metrics if one.data.data_points}
@@ -89,7 +89,7 @@ def test_one_run_after_another_is_seen_once(caplog: pytest.LogCaptureFixture) ->
 def test_without_its_package_the_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on without it."""
+    """Training continues without it."""
     monkeypatch.setattr("ckpt_engine.preempt.status_page.find_spec", lambda name: None)
     shown().close()
     said = "nothing is shown to otel: opentelemetry is not installed → pip install 'ckpt-engine[otel]'"

@@ -17,7 +17,7 @@ import yaml
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.config import load_config
-from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.config.option_types import parse_duration_seconds
 from tests.recipes.lives import REPOSITORY, Life, until
 from tests.servers.fixtures import bucket, moto  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server

@@ -220,7 +220,7 @@ def test_training_does_not_wait_for_a_hook(serve: Callable[..., Service]) -> Non
 
 
 def test_the_end_waits_no_longer_than_the_options_allow_and_nothing_is_lost() -> None:
-    """With `wait_at_end: 0` the writer process goes on alone."""
+    """With `wait_at_end: 0` the writer process continues alone."""
     train(1, 2, wait_at_end=0, on={"durable": "while ! test -e go; do sleep 0.02; done; echo $CKPT_STEP >> seen.txt"})
     assert lines() == []
     Path("go").touch()

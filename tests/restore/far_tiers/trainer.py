@@ -2,7 +2,7 @@
 
 `python -m tests.restore.far_tiers.trainer JOB`, where JOB is `{"kind": "plain", "near": …, "far": {…} | null, "steps":
 60, "resume": true}`, prints JSON lines. `ready`: everything is imported, and it waits for a line on its standard input.
-`built`: nothing of ours is made yet. `step`: with its number. `last`: before the end, for which it waits for a line.
+`built`: the engine has made nothing yet. `step`: with its number. `last`: before the end; it waits for a line.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ def run_killed(settings: Settings, screen: Screen, remote: Remote | None = None)
             progress = Progress(process, screen)
             kill = None
             while progress.look():
-                for durable in folder.look():
+                folder.look()
+                for durable in folder.seen[-1:]:
                     screen.durable(durable)
                 if target is not None and progress.step >= target and (not loses_disk or remote.newest()):
                     victims = EVERYTHING if number % 2 or loses_disk else TRAINER

@@ -323,13 +323,14 @@ class Engine:
         self.times.boundary(step - 1)
         self._pipeline.begin_step(step, self.times)
 
-    def ready(self, *, durable: bool = True) -> bool:
+    def ready(self, *, durable: bool = True, cold: bool = False) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks.
 
         Args:
             durable: as `save` will be given it.
+            cold: True: also where it would have to touch new memory, and training would wait several times as long.
         """
-        return not self.tenure.closed and self._pipeline.ready(durable)
+        return not self.tenure.closed and self._pipeline.ready(durable, cold)
 
     def save(
         self,

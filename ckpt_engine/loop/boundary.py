@@ -25,7 +25,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import LeaseHeldError, RanksError, StateError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.triggers import MEMORY
+from ckpt_engine.frequency.triggers import INTERVAL, MEMORY
 from ckpt_engine.loop.components import Components
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
@@ -425,7 +425,7 @@ class TrainingRun:
         vetoed = self.stopping.losses is not None and self.stopping.vetoed(due=reason is not None)
         here.decided(due=reason is not None)
         if reason is not None:
-            obstacle = "loss spike" if vetoed else self._obstacle(here, durable=True)
+            obstacle = "loss spike" if vetoed else self._obstacle(here, durable=True, cold=reason != INTERVAL)
             if obstacle is None:
                 here.take(reason, durable=True)
                 return
@@ -435,8 +435,8 @@ class TrainingRun:
                 here.take(MEMORY, durable=False)
             self.cadence.memory_over(step)
 
-    def _obstacle(self, here: Here, *, durable: bool) -> str | None:
-        return here.obstacle() or self._unproved or (None if self.engine.ready(durable=durable) else "busy")
+    def _obstacle(self, here: Here, *, durable: bool, cold: bool = False) -> str | None:
+        return here.obstacle() or self._unproved or (None if self.engine.ready(durable=durable, cold=cold) else "busy")
 
     @property
     def _unproved(self) -> str | None:

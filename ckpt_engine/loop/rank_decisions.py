@@ -26,7 +26,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.triggers import MEMORY, RESUME
+from ckpt_engine.frequency.triggers import INTERVAL, MEMORY, RESUME
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import SITE, UNKNOWN, EventSink, Notice, said_if_slow
 from ckpt_engine.observe.units import duration, place
@@ -182,7 +182,7 @@ class Together:
             last = "signal" if seen is None and stop is not None and fits(stop) else None
             row = None if stop is None else stop_to_json(stop, self._passed)
             self._publish(step + self._stride, last, row, None if seen is None else asdict(seen))
-        elif reason is not None and self._engine.ready():
+        elif reason is not None and self._engine.ready(cold=reason != INTERVAL):
             self.waits.look()
             self._publish(step + self._stride, reason)
         elif self._engine.memory and self._memory_due(step + self._stride) and self._engine.ready(durable=False):

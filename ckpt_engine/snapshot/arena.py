@@ -206,12 +206,16 @@ class Slots:
             return self._free.pop(0)
         return self._new(plan) if len(self._busy) < self.count else None
 
-    def ready(self) -> bool:
-        """Whether `take` would give a slot, and a warm one if there is a warm-up, which is hurried on then."""
+    def ready(self, cold: bool = False) -> bool:
+        """Whether `take` would give a slot, and a warm one if there is a warm-up, which is hurried on then.
+
+        Args:
+            cold: a slot that the warm-up has not come to will do.
+        """
         self._collect_warm()
         if not self._free and self._warm_up is not None:
             self._warm_up.hurry()
-        return bool(self._free) or (self._warm_up is None and len(self._busy) < self.count)
+        return bool(self._free) or ((cold or self._warm_up is None) and len(self._busy) < self.count)
 
     def retain(self, index: int) -> None:
         """One more needs the content of a slot that was taken."""

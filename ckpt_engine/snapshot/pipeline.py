@@ -198,12 +198,12 @@ class Pipeline:
         if touch:
             self.slots.warm_up(plan)
 
-    def ready(self, durable: bool = True) -> bool:
-        """Whether `save` would take a snapshot now."""
+    def ready(self, durable: bool = True, cold: bool = False) -> bool:
+        """See `Engine.ready`."""
         self.poll()
         if self._still_starting or (self._staging is not None and not self._staging.over):
             return False
-        return (self._writer_has_time() if durable else self._group.keeps_up) and self.slots.ready()
+        return (self._writer_has_time() if durable else self._group.keeps_up) and self.slots.ready(cold)
 
     def _writer_has_time(self) -> bool:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""

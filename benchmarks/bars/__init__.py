@@ -16,6 +16,7 @@ NAMES = (
     "upload",
     "many-tensors",
     "overhead",
+    "budget",
     "short-runs",
     "irregular",
     "accelerate",

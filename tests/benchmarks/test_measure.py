@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import mmap
+import random
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import _names
+from benchmarks.bars.budget import interval
 from benchmarks.disk import SharedBuffer, buffered_read, buffered_write, cached_share, warm
 from benchmarks.engine import save_timed, wait_ready
 from benchmarks.measure import CpuMeter, PeakMemory, interleave
@@ -31,6 +33,19 @@ def test_interleaving_rotates_the_order() -> None:
     taken = interleave({n: lambda n=n: candidate(n) for n in names}, 3, at_most={"c": 1})
     assert order == ["a", "b", "c", "b", "a", "a", "b"]
     assert taken == {"a": [1.0, 5.0, 6.0], "b": [2.0, 4.0, 7.0], "c": [3.0]}
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.01, 0.05])
+def test_an_interval_has_the_overhead_in_it_as_often_as_it_says(overhead: float) -> None:
+    """In drift and noise that both kinds of stretches share, 95 % of the intervals have the truth in them."""
+    chance, inside = random.Random(1), 0
+    for _ in range(60):
+        drift = [1.0 + 0.3 * chance.random() for _ in range(100)]
+        on, off = ([one * chance.gauss(1.0 + more, 0.02) for one in drift] for more in (overhead, 0.0))
+        middle, low, high = interval(on, off)
+        assert low < middle < high < low + 0.02
+        inside += low <= overhead <= high
+    assert 52 <= inside <= 60
 
 
 def test_cpu_meter_counts_this_process_and_others() -> None:

@@ -1,0 +1,236 @@
+"""What snapshots cost a training process, to a tenth of a percent: short stretches with and without, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measure import CpuMeter, started_since
+from benchmarks.run import Bench, Scale
+from benchmarks.values import BarResult, Check, Series
+from benchmarks.workloads import SEED, perceptron
+from ckpt_engine import Checkpointer
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.observe.events import AttemptsFound
+
+TITLE = "Budget: snapshots on and off in turn, in one process"
+BUDGET = 0.01
+MARGIN = 0.001
+"""How much the upper end of the confidence interval may be above the budget."""
+MTBF_SECONDS = 1.0
+"""So short that the budget decides the frequency; with failures as rare as usual, far fewer snapshots are taken."""
+INPUTS, BATCH_SIZE = 64, 128
+RESAMPLES = 4000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much to measure: pairs of stretches of so many steps each, after the first ones, which are not counted."""
+
+    parameters: int
+    steps: int
+    pairs: int
+    first: int
+
+
+SIZES = {
+    Scale.FULL: Size(4_000_000, 60, 400, 20),
+    Scale.QUICK: Size(4_000_000, 60, 40, 10),
+    Scale.TINY: Size(20_000, 5, 4, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some steps in a row.
+
+    Args:
+        wall, trainer, writer: seconds of the clock, and of the processor in each process.
+        waited: seconds in which the training thread could have run, and another thread had the core.
+    """
+
+    steps: int
+    wall: float
+    trainer: float
+    writer: float
+    waited: float
+
+
+class Loop:
+    """A user's own loop that can be left after any step, with snapshots or without."""
+
+    def __init__(self, size: Size, data: TensorDataset, checkpointer: Checkpointer | None) -> None:
+        torch.manual_seed(SEED)
+        self._model = perceptron(size.parameters, inputs=INPUTS)
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4, fused=True)
+        self._loader = DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
+        self._loss = nn.CrossEntropyLoss()
+        self._checkpointer = checkpointer
+        self.cadence: Cadence | None = None
+        self._steps = self._train()
+
+    def run(self, steps: int) -> int:
+        """Train so many steps, and on until no snapshot is on its way; how many steps that were."""
+        taken = 0
+        while taken < steps or self._is_writing:
+            next(self._steps)
+            taken += 1
+        return taken
+
+    @property
+    def _is_writing(self) -> bool:
+        return self.cadence is not None and bool(self.cadence._in_flight)
+
+    def _train(self) -> Iterator[None]:
+        if self._checkpointer is not None:
+            run = self._checkpointer.track(model=self._model, optimizer=self._optimizer, loader=self._loader)
+            self.cadence = run._run.cadence
+        for _ in itertools.count():
+            for inputs, labels in self._loader:
+                self._loss(self._model(inputs), labels).backward()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                yield
+
+
+class Meter:
+    """Measures stretches."""
+
+    def __init__(self, writers: Sequence[psutil.Process]) -> None:
+        self._writers = CpuMeter(writers)
+        self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def measure(self, loop: Loop, steps: int) -> Stretch:
+        before = self._read()
+        taken = loop.run(steps)
+        wall, trainer, both, waited = (b - a for a, b in zip(before, self._read(), strict=True))
+        return Stretch(taken, wall, trainer, both - trainer, waited)
+
+    def _read(self) -> tuple[float, float, float, float]:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        waited = int(self._schedule.read_text().split()[1]) / 1e9
+        return time.perf_counter(), usage.ru_utime + usage.ru_stime, self._writers.read(), waited
+
+
+def run(bench: Bench) -> BarResult:
+    """Stretches of one loop with snapshots and of another without, in pairs of random order."""
+    size = SIZES[bench.scale]
+    digits = load_digits()
+    data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    order = random.Random(SEED)
+    pairs: list[tuple[Stretch, Stretch]] = []
+    before = tuple(psutil.Process().children(recursive=True))
+    with (
+        bench.scratch("budget") as folder,
+        Checkpointer(folder / "run", overhead=BUDGET, mtbf=MTBF_SECONDS, at_end=False) as checkpointer,
+    ):
+        loops = Loop(size, data, checkpointer), Loop(size, data, None)
+        for loop in loops:
+            loop.run(size.steps)
+        cadence = loops[0].cadence
+        assert cadence is not None
+        meter = Meter(started_since(before))
+        began = 0.0, 0.0
+        for number in range(size.first + size.pairs):
+            cadence.emit(
+                AttemptsFound((), ())
+            )  # time that a run survives does not correct how often it is said to fail
+            found: dict[int, Stretch] = {}
+            for which in order.sample((0, 1), 2):
+                found[which] = meter.measure(loops[which], size.steps)
+                if which == 1:
+                    cadence.exclude(found[1].wall)
+            if number == size.first:
+                began = _account(cadence)
+            if number >= size.first:
+                pairs.append((found[0], found[1]))
+            bench.say(f"pair {number + 1}/{size.first + size.pairs}")
+        charged, trained = (b - a for a, b in zip(began, _account(cadence), strict=True))
+        snapshots = int(checkpointer.snapshots()[-1].seq)
+    return _result(size, pairs, charged / trained if trained else 0.0, snapshots)
+
+
+def _account(cadence: Cadence) -> tuple[float, float]:
+    clean, spent = cadence._account.totals
+    return spent, clean
+
+
+def interval(on: Sequence[float], off: Sequence[float]) -> tuple[float, float, float]:
+    """What the sum of `on` is beyond that of `off`, as a share, with a bootstrap interval over pairs (Efron 1979)."""
+    pairs = np.array([on, off])
+    picks = np.random.default_rng(SEED).integers(0, pairs.shape[1], (RESAMPLES, pairs.shape[1]))
+    sums = pairs[:, picks].sum(axis=2)
+    low, high = np.quantile(sums[0] / sums[1] - 1.0, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(pairs[0].sum() / pairs[1].sum() - 1.0), float(low), float(high)
+
+
+def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: float, snapshots: int) -> BarResult:
+    def measured(of: Callable[[Stretch], float]) -> tuple[float, float, float]:
+        found = interval(*([of(one) / one.steps for one in kind] for kind in zip(*pairs, strict=True)))
+        return tuple(100 * share for share in found)  # type: ignore[return-value]
+
+    def in_order(of: Callable[[Stretch], float]) -> tuple[float, float, float]:
+        middle, low, high = measured(of)
+        return low, middle, high
+
+    truth, low, high = measured(lambda one: one.wall)
+    ways = {
+        "processor time of the trainer": lambda one: one.trainer,
+        "processor time of trainer and writer": lambda one: one.trainer + one.writer,
+        "processor time of the trainer, and its waits for a core": lambda one: one.trainer + one.waited,
+    }
+    step = sum(b.wall for _, b in pairs) / sum(b.steps for _, b in pairs)
+    return BarResult(
+        "budget",
+        TITLE,
+        {
+            "training": f"a plain loop with `track`, perceptron of {size.parameters / 1e6:.1f} million parameters with "
+            f"fused Adam ({12 * size.parameters / 1e6:.0f} MB of state) on the digits of scikit-learn, "
+            f"{torch.get_num_threads()} threads, and the same loop without snapshots in the same process",
+            "stretches": f"{size.pairs} pairs in random order, {size.steps} steps each, the one with snapshots until "
+            f"none is on its way; {size.first} pairs before them are not counted. The account leaves the other out",
+            "interval": f"{CONFIDENCE:.0%}, by bootstrap over pairs ({RESAMPLES} resamples)",
+            "budget": "failures declared so frequent that the budget alone decides how often",
+        },
+        (
+            Check(
+                "upper end of the interval of the overhead, less the budget",
+                "points",
+                "at most",
+                100 * MARGIN,
+                (high - 100 * BUDGET,),
+            ),
+            Check("half the width of the interval", "points", "at most", 100 * MARGIN, ((high - low) / 2,)),
+            Check(
+                "overhead, as the run accounts for it, beside the measured one",
+                "points",
+                "at most",
+                100 * MARGIN,
+                (abs(100 * accounted - truth),),
+            ),
+        ),
+        (
+            Series("overhead", "%", (low, truth, high), "lower end, estimate, upper end"),
+            Series("overhead, as the run accounts for it", "%", (100 * accounted,)),
+            *(
+                Series(f"overhead, {name}", "%", in_order(of), "lower end, estimate, upper end")
+                for name, of in ways.items()
+            ),
+            Series("one step without", "s", (step,)),
+            Series("snapshots", "", (float(snapshots),)),
+        ),
+    )

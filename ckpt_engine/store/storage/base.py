@@ -291,7 +291,9 @@ class MeteredStorage(WrapperStorage):
         return replace(super().capabilities, metered=lambda wrap: MeteredStorage(self.inner, wrap(self._meter)))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        self._meter.let_through(sum(block.nbytes for block in blocks))
+        seconds = self._meter.wait(sum(block.nbytes for block in blocks))
+        if seconds > 0:
+            self._meter.pause(seconds)
         self.inner.put(name, blocks, exclusive=exclusive)
 
 

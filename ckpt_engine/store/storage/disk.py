@@ -98,8 +98,11 @@ class Disk:
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive power loss."""
-        with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 class Meter:
@@ -118,11 +121,6 @@ class Meter:
     def pause(self, seconds: float) -> None:
         """Wait that long, where the storage has no way of its own. Raises to stop."""
         time.sleep(seconds)
-
-    def let_through(self, nbytes: int) -> None:
-        """Returns when so many bytes may be sent, where the storage has no way of its own to wait. Raises to stop."""
-        if (seconds := self.wait(nbytes)) > 0:
-            self.pause(seconds)
 
     def moved(self) -> None:
         """A call to the operating system begins: the one before has ended."""
@@ -174,7 +172,9 @@ class MeteredDisk(Disk):
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         part = data[: self._meter.slice_bytes]
-        self._meter.let_through(part.nbytes)
+        seconds = self._meter.wait(part.nbytes)
+        if seconds > 0:
+            self._meter.pause(seconds)
         self._moved()
         done = self._inner.write(fd, part, offset)
         if fd in self._cached:

@@ -237,7 +237,9 @@ class ObstoreStorage(ObjectStore):
         """The caller's memory, each slice when it is its turn. What is still lent is in `lent`."""
         for view in blocks.views(0, blocks.nbytes, _SLICE_BYTES):
             lent.append(view)
-            self._meter.let_through(len(view))
+            seconds = self._meter.wait(len(view))
+            if seconds > 0:
+                self._meter.pause(seconds)
             yield view
 
     def _take_back(self, lent: _Views) -> None:

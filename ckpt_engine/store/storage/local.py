@@ -112,7 +112,7 @@ class LocalStorage:
             self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
             fd, temp = self._create(folder, file)
             made.append(temp)
-            with closing_fd(fd):
+            try:
                 write_blocks(self._disk, fd, blocks)
                 self._disk.sync(fd)
                 if exclusive and self._link(temp, path):
@@ -120,6 +120,8 @@ class LocalStorage:
                 else:
                     self._disk.rename(temp, path)
                     made[:] = [path] if exclusive else []
+            finally:
+                os.close(fd)
             if temp in made:
                 self._remove_named(temp)
             self._disk.sync_folder(folder)
@@ -157,13 +159,13 @@ class LocalStorage:
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self.path(name)
-        with translating("read", path):
+        try:
             try:
                 fd = open_regular(path, os.O_RDONLY)
             except FileNotFoundError:
                 self._look_afresh(path.rpartition("/")[0])
                 fd = open_regular(path, os.O_RDONLY)
-            with closing_fd(fd):
+            try:
                 if nbytes is None:
                     size = os.fstat(fd).st_size
                     require_size(path, size, names.most_bytes(name))
@@ -174,17 +176,23 @@ class LocalStorage:
                     start += len(part)
                     nbytes -= len(part)
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+            finally:
+                os.close(fd)
+        except OSError as err:
+            raise translated(err, "read", path) from err
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         path = self.path(name)
-        with translating("read", path):
+        try:
             done = read_into(path, start, out.cast("B"))
+        except OSError as err:
+            raise translated(err, "read", path) from err
         if done < out.nbytes:
             raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + out.nbytes}")
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
-        with translating("list", self.root):
+        try:
             if not self._look_afresh(self.root):
                 try:
                     mode = os.stat(self.root).st_mode
@@ -193,18 +201,28 @@ class LocalStorage:
                 if not S_ISDIR(mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             return iter(self._walk(folder, prefix, []))
+        except OSError as err:
+            raise translated(err, "list", self.root) from err
 
     def delete(self, *names: str) -> None:
         folders = set()
         for name in names:
             path = self.path(name)
-            with translating("delete", path), suppress(FileNotFoundError):
+            try:
                 self._disk.remove(path)
+            except FileNotFoundError:
+                pass
+            except OSError as err:
+                raise translated(err, "delete", path) from err
             folders.add(path.rpartition("/")[0])
         # Also where nothing was left to remove: another process may have removed it and died before its sync.
         for folder in sorted(folders):
-            with translating("delete in", folder), suppress(FileNotFoundError):
+            try:
                 self._disk.sync_folder(folder)
+            except FileNotFoundError:
+                pass
+            except OSError as err:
+                raise translated(err, "delete in", folder) from err
 
     def settle(self, prefix: str) -> None:
         folder = f"{self.root}/{prefix.rstrip('/')}"

@@ -1,4 +1,4 @@
-"""The clock that everything that measures time is given, so that tests can own time; and since when a process lives."""
+"""The clock that everything that measures time is given, so that tests can own time."""
 
 from __future__ import annotations
 

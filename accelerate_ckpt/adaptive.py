@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -248,6 +249,7 @@ def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
     return ProcessGroupRanks()
 
 
+@dataclass(eq=False)
 class Accumulation(Surroundings):
     """The accelerator's counter of `accumulate()`.
 
@@ -257,12 +259,9 @@ class Accumulation(Surroundings):
         curves: for the notes of a snapshot.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, internals: AcceleratorInternals, curves: Callable[[], dict[str, Any]]
-    ) -> None:
-        self._accelerator = accelerator
-        self._internals = internals
-        self._curves = curves
+    _accelerator: Accelerator
+    _internals: AcceleratorInternals
+    _curves: Callable[[], dict[str, Any]]
 
     def accumulating(self) -> bool:
         return not self._accelerator.sync_gradients

@@ -18,7 +18,6 @@ import itertools
 import marshal
 import multiprocessing.connection
 import multiprocessing.process
-import os
 import pathlib
 import random
 import socket
@@ -38,6 +37,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_engine.audit.source import names_in, slots_of
 from ckpt_engine.data import streams
+from ckpt_engine.observe.clock import age_of_process
 from ckpt_engine.state.sharding import here, is_wrapper, parts_of
 from ckpt_engine.whose_code import is_function_of_user, is_library, is_standard, of_framework, of_us
 
@@ -49,8 +49,6 @@ _LONG_ROW = 32
 _MOST_COPIED = 10_000
 _WHOLE_BYTES = 1 << 20
 _SAMPLES = 4096
-_STARTED = 19
-"""The field of /proc/self/stat, behind the name, with when the process began."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = frozenset(PLAIN)
@@ -236,8 +234,7 @@ class Clocks:
     def __init__(self, *, of_process: bool = False) -> None:
         self.since = self._now()
         if of_process:
-            ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_STARTED])
-            age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+            age = age_of_process()
             self.since = tuple(one - age for one in self.since)
 
     @staticmethod

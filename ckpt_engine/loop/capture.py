@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,6 @@ class Capture:
         self._parameters = StoredOrder(parts)
         self._weights: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
-        self._order: GradientOrder | None = None
 
     def state(
         self,
@@ -135,7 +134,7 @@ class Capture:
                         **own,
                         "made": self.made,
                         "audit": hidden,
-                        "gradient_order": self._gradient_order().state(),
+                        "gradient_order": self._gradient_order.state(),
                         "values": values,
                     }
                 ),
@@ -144,12 +143,11 @@ class Capture:
 
     def buffer_syncs(self) -> list[bool]:
         """`GradientOrder.syncs` of the models."""
-        return self._gradient_order().syncs()
+        return self._gradient_order.syncs()
 
+    @cached_property
     def _gradient_order(self) -> GradientOrder:
-        if self._order is None:  # models may be wrapped after this object was made
-            self._order = GradientOrder(self._wrappers())
-        return self._order
+        return GradientOrder(self._wrappers())  # models may be wrapped after this object was made
 
     def is_lazy(self, path: tuple[Any, ...]) -> bool:
         """Whether this leaf changes in an optimizer step only: an optimizer's parameter or state.

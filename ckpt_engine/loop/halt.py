@@ -170,11 +170,6 @@ class Halt(Ending):
         """Who has asked this rank, or all of them, to stop."""
         return None if self.stop is None else self.stop.notice.who
 
-    @property
-    def stops(self) -> bool:
-        """Whether this rank, or all of them, got a request to stop."""
-        return self.stop is not None
-
     def hurries(self, copies: bool) -> bool:
         """A Ctrl-C came that ends a wait for copies, or the time of a stop is over."""
         stop = self.stop
@@ -188,7 +183,7 @@ class Halt(Ending):
 
     def ended(self) -> None:
         """Everything is durable: one line says what the run has, unless what has ended it says so."""
-        if self.complete and not self.stops and (self.shared is None or self.shared.together.verdicts.leads):
+        if self.complete and self.stop is None and (self.shared is None or self.shared.together.verdicts.leads):
             fraction, at_most = self._cadence.overhead_fraction, self._engine.config.overhead
             budget = "" if self._cadence.decision is None else f" of {share(at_most)}"
             if not budget and self._cadence.interval_steps is not None and fraction > at_most:
@@ -238,7 +233,7 @@ class Halt(Ending):
 
     def seconds_after(self, exception: BaseException, usual: float) -> float:
         """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
-        if not self.stops:
+        if self.stop is None:
             return self.seconds_left(usual)
         at_once = isinstance(exception, KeyboardInterrupt) and not self.done
         return 0.0 if at_once else self.seconds_left(math.inf)

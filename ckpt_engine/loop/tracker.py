@@ -40,6 +40,7 @@ from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
+from ckpt_engine.store.storage.disk import on_failure
 
 
 class Tracker(LoopProgress):
@@ -107,11 +108,8 @@ class Tracker(LoopProgress):
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
         self._loops = Loops(self._feeds, self._log, parts.optimizers.values(), parts.objects.values())
         self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, begins_at)
-        try:
+        with on_failure(self._release_feeds):
             self._take_over()
-        except BaseException:
-            self._release_feeds()
-            raise
         self._reached = self._steps
         """Steps at the last boundary."""
         self._fence = StepFence(self.before_update, self._stepped.uses_left)

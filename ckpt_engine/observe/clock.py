@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Protocol
 
 
@@ -21,3 +23,13 @@ class SystemClock:
 
     monotonic = staticmethod(time.monotonic)
     wall = staticmethod(time.time)
+
+
+def started_ticks(pid: int | str) -> int:
+    """When a process began, in clock ticks since boot. Raises `OSError`."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def age_of_process() -> float:
+    """Seconds since this process began; not by wall-clock time, which may be set meanwhile. Raises `OSError`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks("self") / os.sysconf("SC_CLK_TCK")

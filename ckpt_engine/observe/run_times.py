@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.clock import Clock, age_of_process
 from ckpt_engine.observe.events import AttemptsFound
 
 if TYPE_CHECKING:
@@ -203,15 +200,13 @@ _of_runs: dict[str, RunTimes] = {}
 
 def times_of(root_url: str, clock: Clock) -> RunTimes:
     """Those of this process and that run: one after another may train it here."""
-    return _of_runs.setdefault(root_url, RunTimes(clock, _age_of_process()))
+    return _of_runs.setdefault(root_url, RunTimes(clock, _age_of_training()))
 
 
-def _age_of_process() -> float:
+def _age_of_training() -> float:
     """Seconds since this process was started to train; 0.0 where that is not known, or people sit before it."""
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         return 0.0
     with suppress(OSError, ValueError, IndexError):
-        # Not by wall-clock time, which may be set meanwhile.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return max(0.0, age_of_process())
     return 0.0

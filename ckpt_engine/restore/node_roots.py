@@ -11,6 +11,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -199,6 +200,7 @@ def _folder(leader: int) -> str:
     return f"the folder of rank {leader}"
 
 
+@dataclass(eq=False)
 class RemoteData(ReadOnlyStorage):
     """The data files of other places, as far as `Storage` has to do with reading them. Thread safe.
 
@@ -208,10 +210,9 @@ class RemoteData(ReadOnlyStorage):
         homes: filled by `JointStorage`.
     """
 
-    def __init__(self, url: str, lenders: Sequence[FolderClient | None], homes: dict[str, int]) -> None:
-        self.url = url
-        self._lenders = lenders
-        self._homes = homes
+    url: str
+    _lenders: Sequence[FolderClient | None]
+    _homes: dict[str, int]
 
     @property
     def capabilities(self) -> Capabilities:

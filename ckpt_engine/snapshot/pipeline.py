@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_engine.copy import memory_limits
 from ckpt_engine.copy.job import JobDone, Mirrored, SlotFreed
-from ckpt_engine.errors import CkptError, SnapshotFailedError, WaitTimeoutError
+from ckpt_engine.errors import SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import (
     Event,
     Notice,
@@ -40,6 +40,7 @@ from ckpt_engine.snapshot.writer_link import (
 )
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
+from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.writer.client import WriterClient, never
 from ckpt_engine.writer.pulse import HeartbeatPage
 
@@ -150,12 +151,9 @@ class Pipeline:
         if self.memory:
             self.memory = outlives_the_trainer(client, self._emit)
         assert self._pulse is not None
-        try:
+        with on_failure(partial(client.close, CLOSE_SECONDS)):  # else it would keep the lease
             client.attach_pulse(self._pulse.fd)
             self._share_rows(client)
-        except CkptError:
-            client.close(CLOSE_SECONDS)  # else it would keep the lease
-            raise
 
     def record(self, recorder: FlightRecorder) -> None:
         """Share the rows of this recorder with the writer from now on."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ckpt_engine.observe.clock import started_ticks
 from ckpt_engine.store.json_checks import is_time, is_whole, require
 from ckpt_engine.store.sealed_json import parsed
 
@@ -102,7 +103,7 @@ class ProcessIdentity:
         """The process that has this number here; None where the system does not tell, or there is none."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            return cls(boot, str(Path("/proc/self/ns/pid").readlink()), pid, _started_ticks(pid))
+            return cls(boot, str(Path("/proc/self/ns/pid").readlink()), pid, started_ticks(pid))
         except OSError:
             return None
 
@@ -112,13 +113,8 @@ class ProcessIdentity:
         if here is None or (here.boot, here.namespace) != (self.boot, self.namespace):
             return False
         try:
-            return _started_ticks(self.pid) != self.ticks
+            return started_ticks(self.pid) != self.ticks
         except FileNotFoundError:
             return True
         except OSError:
             return False
-
-
-def _started_ticks(pid: int) -> int:
-    """When a process began, in clock ticks since boot."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

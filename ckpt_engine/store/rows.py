@@ -73,6 +73,7 @@ def decode(data: bytes) -> Row | None:
     return Row._make([*values, words[:nbytes]])
 
 
+@dataclass(eq=False)
 class Ring:
     """The newest rows of one process, in memory that its writer shares.
 
@@ -80,8 +81,7 @@ class Ring:
         memory: `ROWS * ROW_BYTES` bytes.
     """
 
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    _memory: memoryview
 
     def put(self, row: Row) -> None:
         """Add a row. Where there is one of that place already it is replaced."""

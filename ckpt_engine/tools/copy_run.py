@@ -196,13 +196,12 @@ def _complete(far: Repository, done: CopiedRun) -> None:
         part_records.remove(far.storage, snapshot, left[snapshot])
 
 
+@dataclass(eq=False)
 class _Counting(Meter):
     """Tells a progress bar what is sent."""
 
     slice_bytes = SLICE_BYTES
-
-    def __init__(self, advance: Callable[[int], object]) -> None:
-        self._advance = advance
+    _advance: Callable[[int], object]
 
     def wait(self, nbytes: int) -> float:
         self._advance(nbytes)

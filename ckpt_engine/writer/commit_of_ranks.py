@@ -173,6 +173,7 @@ class Gathering(CommitStrategy):
         return _other_parts(storage, mine, members, LOOKS, until, pause, lambda part: part.rank in members)
 
 
+@dataclass(eq=False)
 class Contributing(CommitStrategy):
     """The way of all other ranks: leaves a part record for the coordinator. Nothing exists by it.
 
@@ -182,12 +183,10 @@ class Contributing(CommitStrategy):
     """
 
     is_shared = True
-
-    def __init__(self, ranks: RankConfig, *, says_failure: bool = True) -> None:
-        self._ranks = ranks
-        self._says_failure = says_failure
-        self._said: str | None = None
-        """The newest snapshot of which a record may be there."""
+    _ranks: RankConfig
+    says_failure: bool = field(default=True, kw_only=True)
+    _said: str | None = field(default=None, init=False)
+    """The newest snapshot of which a record may be there."""
 
     def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
         """Raises `StorageError` if the record could not be written; it may be there nevertheless."""
@@ -199,7 +198,7 @@ class Contributing(CommitStrategy):
         # Once a record may be there the coordinator may have committed: then this data belongs to a snapshot.
         if self._said == staged.snapshot:
             return
-        if self._says_failure:
+        if self.says_failure:
             self._decline(repository, staged.snapshot, "it failed there")
         repository.storage.delete(*new)
 

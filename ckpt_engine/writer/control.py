@@ -231,6 +231,13 @@ class ControlHandlers:
         self._attended = self._serves = True
         self.said_bye = False
         """Whether the writer is not needed any more."""
+        self._handlers: Mapping[object, Callable[[Body], Reply | None]] = {
+            **dict.fromkeys((SNAPSHOT, PARITY, HELD), self._of_memory),
+            BYE: self._take_leave,
+            **dict.fromkeys((SAVE, STOP), self._pass_on),
+            FLUSH: self._flushed,
+            STATUS: self._status,
+        }
 
     def leave(self, *, serves: bool) -> None:
         """The trainer is gone, and everything it sent was taken in.
@@ -243,19 +250,7 @@ class ControlHandlers:
 
     def answer(self, request: Body) -> Reply | None:
         """See `Answer`."""
-        what = request.get("what")
-        if what in (SNAPSHOT, PARITY, HELD):
-            return self._of_memory(request)
-        if what == BYE:
-            return self._take_leave()
-        if what in (SAVE, STOP):
-            who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
-            return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(what, who)})
-        if what == FLUSH:
-            return Reply(self._flushed())
-        if what == STATUS:
-            return Reply(self._status())
-        return Reply({"error": f"the writer does not know the request {what!r}"})
+        return self._handlers.get(request.get("what"), _unknown)(request)
 
     def _of_memory(self, request: Body) -> Reply | None:
         """The reply to what is only served once the trainer is gone; None: what it sent last is still to come."""
@@ -295,13 +290,17 @@ class ControlHandlers:
         shares = [asdict(share) for share in found.shares]
         return Reply({"snapshot": wanted, "shares": shares, "nbytes": found.nbytes}, (found.fd,))
 
-    def _flushed(self) -> Body:
-        if not (self._attended and self._trainer_lives()):
-            return {"step": None, "why": "its trainer is gone: what it left becomes durable anyway"}
-        step = self._flush()
-        return {"step": step} if step is not None else {"step": None, "why": "no snapshot is in memory"}
+    def _pass_on(self, request: Body) -> Reply:
+        who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
+        return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(request["what"], who)})
 
-    def _take_leave(self) -> Reply | None:
+    def _flushed(self, _: Body) -> Reply:
+        if not (self._attended and self._trainer_lives()):
+            return Reply({"step": None, "why": "its trainer is gone: what it left becomes durable anyway"})
+        step = self._flush()
+        return Reply({"step": step} if step is not None else {"step": None, "why": "no snapshot is in memory"})
+
+    def _take_leave(self, _: Body) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
         self.said_bye = True
@@ -309,15 +308,21 @@ class ControlHandlers:
         self._bye()
         return Reply({"ok": True})
 
-    def _status(self) -> Body:
+    def _status(self, _: Body) -> Reply:
         newest = self._memory.newest
-        return {
-            "pid": os.getpid(),
-            "trainer": self._attended and self._trainer_lives(),
-            "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
-            "held_created": None if newest is None else newest.job.created,
-            "beat": (beat := self._memory.beat) and asdict(beat),
-            "spent": (spent := self._memory.spent()) and asdict(spent),
-            "pace": dict(self._memory.pace),
-            **self._memory.recent.to_json(),
-        }
+        return Reply(
+            {
+                "pid": os.getpid(),
+                "trainer": self._attended and self._trainer_lives(),
+                "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
+                "held_created": None if newest is None else newest.job.created,
+                "beat": (beat := self._memory.beat) and asdict(beat),
+                "spent": (spent := self._memory.spent()) and asdict(spent),
+                "pace": dict(self._memory.pace),
+                **self._memory.recent.to_json(),
+            }
+        )
+
+
+def _unknown(request: Body) -> Reply:
+    return Reply({"error": f"the writer does not know the request {request.get('what')!r}"})

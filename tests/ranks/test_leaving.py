@@ -116,7 +116,7 @@ def test_after_a_second_ctrl_c_no_rank_is_waited_for(store: Looked) -> None:
 def test_a_second_ctrl_c_counts_where_the_handlers_were_put_back_already(store: Looked) -> None:
     """It is raised at once then, and on its way; the one that stops the run is not taken for it."""
     halt = halted(store)
-    assert halt.stops
+    assert halt.stop is not None
     stop = Stop(StopNotice("Ctrl-C", 0.0, interrupts=True), 0.0)
     with pytest.raises(KeyboardInterrupt):
         try:
@@ -138,7 +138,7 @@ def test_a_rank_that_has_failed_says_once_what_is_late(store: Looked) -> None:
     halt = halted(store)
     assert halt.tells
     halt.fail()
-    assert halt.stops
+    assert halt.stop is not None
     assert not halt.tells
 
 

@@ -26,7 +26,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import names
 from ckpt_engine.store.storage import client_randomness, redaction
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
-from ckpt_engine.store.storage.disk import require_size, translated
+from ckpt_engine.store.storage.disk import on_failure, require_size, translated
 from ckpt_engine.store.storage.object_requests import (
     ObjectStore,
     OtherAnswerError,
@@ -150,14 +150,12 @@ class FsspecStorage(ObjectStore):
         temp = f"{folder}/.tmp-{os.urandom(8).hex()}-{file}"
         self._begun.add(temp)
         try:
-            self._write(temp, blocks, "wb")
-            with _publishing:
-                if exclusive and self._info(path) is not None:
-                    raise FileExistsError(17, "File exists", path)
-                self._fs.mv(temp, path)
-        except BaseException:
-            self._remove(temp)
-            raise
+            with on_failure(partial(self._remove, temp)):
+                self._write(temp, blocks, "wb")
+                with _publishing:
+                    if exclusive and self._info(path) is not None:
+                        raise FileExistsError(17, "File exists", path)
+                    self._fs.mv(temp, path)
         finally:
             self._begun.discard(temp)
 

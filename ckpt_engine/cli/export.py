@@ -17,7 +17,8 @@ from ckpt_engine.tools.export_snapshot import MODELS, choose, of_rank, plan_safe
 from ckpt_engine.tools.float_formats import FLOAT_FORMATS
 from ckpt_engine.tools.new_files import check_free
 
-FORMATS = ("safetensors", *FILES, *FOLDERS)
+PEFT = "peft"
+FORMATS = ("safetensors", *FILES, *FOLDERS, PEFT)
 SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning", ".pt": "torch", ".pth": "torch"}
 
 
@@ -45,7 +46,7 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write SNAPSHOT (default: latest) to OUT: a file, or a folder for dcp, accelerate and transformers.
+    """Write SNAPSHOT (default: latest) to OUT: a file, or a folder for dcp, accelerate, transformers and peft.
 
     \b
     safetensors   the model's weights, for any safetensors reader
@@ -54,6 +55,7 @@ def command(
     dcp           the whole state, for `torch.distributed.checkpoint`
     accelerate    the training state, for `accelerator.load_state(OUT)`
     transformers  of its models: `Trainer.train(resume_from_checkpoint=OUT)`
+    peft          the adapters, for `PeftModel.from_pretrained(base, OUT)`
 
     Every byte is verified, and OUT appears whole or not at all. State that only ckpt-engine can restore is left out.
     The parts of several ranks are merged; what differs between ranks is exported for one of them.
@@ -68,7 +70,8 @@ def command(
         raise click.UsageError(f"Missing option '--to': {ends}; name one of {', '.join(FORMATS)}")
     for applies, why in (
         (len(wanted) > 1, f"expected [ROOT] [SNAPSHOT] OUT, got {' '.join(words)}"),
-        (is_state and (has_component or everything), "--component and --all are for --to safetensors"),
+        (has_component and is_state and form != PEFT, "--component is for --to safetensors and --to peft"),
+        (everything and is_state, "--all is for --to safetensors"),
         (is_state and dtype, "--dtype is for --to safetensors: a training state is exported as it is"),
         (has_component and everything, "give --component or --all"),
     ):
@@ -76,8 +79,12 @@ def command(
             raise click.UsageError(why)
     run, out = open_run(root), Path(out_name)
     chosen = of_rank(choose(*run.find(*wanted)), rank)
-    check_free(out, replace=force, folder=form in FOLDERS)
-    if form == "safetensors":
+    check_free(out, replace=force, folder=form in (*FOLDERS, PEFT))
+    if form == PEFT:
+        from ckpt_engine.tools.export_adapters import plan_adapters  # torch
+
+        planned, write = plan_adapters(chosen, out, component)
+    elif form == "safetensors":
         planned, write = plan_safetensors(chosen, out, component, everything=everything, dtype=dtype)
     else:
         planned, write = plan_state(chosen, out, form)

@@ -99,11 +99,12 @@ def plan_safetensors(
             loss = write_arrays(sources, manifest, chosen, file, advance)
         return (loss.text(dtype),) if dtype is not None else ()
 
-    planned = _planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
-    return replace(planned, notes=tuple(note for note, concerned in notes.items() if concerned)), write
+    exported = planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
+    return replace(exported, notes=tuple(note for note, concerned in notes.items() if concerned)), write
 
 
-def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int) -> Exported:
+def planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int) -> Exported:
+    """What an export is to be, before it is written."""
     return Exported(snapshot.info.id, snapshot.sources[0].storage.url, str(out), form, arrays, nbytes, False)
 
 
@@ -119,7 +120,7 @@ def plan_state(snapshot: Candidate, out: Path, form: str) -> tuple[Exported, Wri
     keeps_own = form in ("accelerate", "transformers")
     tree = {key: node for key, node in manifest.tree.items() if keeps_own or key != OWN_KEY}
     names = snapshot_trees.entries_of(tree)
-    planned = _planned(snapshot, out, form, len(names), sum(manifest.entries[name].nbytes for name in names))
+    exported = planned(snapshot, out, form, len(names), sum(manifest.entries[name].nbytes for name in names))
     if form == "lightning":
         torch_files.require_lightning(manifest)
     if is_folder:
@@ -133,9 +134,9 @@ def plan_state(snapshot: Candidate, out: Path, form: str) -> tuple[Exported, Wri
         new: Callable[..., AbstractContextManager[Any]] = new_folder if is_folder else new_file
         with new(out, replace=force) as target, formats.fitting(form, info.id):
             notes += formats.WRITERS[form](state, info, target)
-        advance(planned.nbytes)
+        advance(exported.nbytes)
         if not is_folder and (refused := torch_files.why_not_weights_only(out)):
             notes += (f"torch.load needs weights_only=False: {refused}",)
         return notes
 
-    return planned, write
+    return exported, write

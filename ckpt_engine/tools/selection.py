@@ -68,6 +68,19 @@ class Selection:
         """Arrays whose dtype safetensors lacks; they are stored as bytes."""
         return tuple(array.name for array in self.arrays if array.dtype not in container.DTYPES)
 
+    def named(self, names: Mapping[str, str]) -> Selection:
+        """Some of its arrays, each by a name in the file and its name here.
+
+        Raises:
+            MismatchError: it lacks one of them.
+        """
+        known = {array.name: array for array in self.arrays}
+        for name in names.values():
+            if self.tied.get(name, name) not in known:
+                raise MismatchError(f"the snapshot has no {name!r}")
+        found = [replace(known[self.tied.get(name, name)], name=new) for new, name in names.items()]
+        return Selection(_aligned(found), {}, 0)
+
 
 def as_dtype(selection: Selection, target: str) -> Selection:
     """The selection with its wider floating-point numbers in the format `target`."""

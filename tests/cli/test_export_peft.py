@@ -133,9 +133,10 @@ def test_the_adapter_of_a_transformers_trainer_computes_the_same(
     base, model = found[:2]
     tokens = torch.arange(8).view(1, 8)
     with torch.no_grad():
-        expected = model.eval()(input_ids=tokens).logits
+        expected = model.eval()(input_ids=tokens, labels=tokens).logits
         assert torch.equal(
-            peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()(input_ids=tokens).logits, expected
+            peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()(input_ids=tokens, labels=tokens).logits,
+            expected,
         )
     same_as_saved(model, tmp_path)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import fields_of, json_option, print_away, print_json, print_text, progress
-from ckpt_engine.cli.root import named, open_run, storage_options
+from ckpt_engine.cli.root import named, open_run, resume_options, storage_options
+from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
@@ -33,6 +34,7 @@ SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning", ".pt": "torch",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@resume_options
 @storage_options
 @json_option
 def command(
@@ -44,6 +46,7 @@ def command(
     rank: int,
     force: bool,
     dry_run: bool,
+    section: ResumeChanges | None,
     as_json: bool,
 ) -> None:
     """Write SNAPSHOT (default: latest) to OUT: a file, or a folder for dcp, accelerate, transformers and peft.
@@ -58,7 +61,8 @@ def command(
     peft          the adapters, for `PeftModel.from_pretrained(base, OUT)`
 
     Every byte is verified, and OUT appears whole or not at all. State that only ckpt-engine can restore is left out.
-    The parts of several ranks are merged; what differs between ranks is exported for one of them.
+    The parts of several ranks are merged; what differs between ranks is exported for one of them. With --only, --skip,
+    --map and --override it is the state that the section resume of a ckpt.yaml makes of the snapshot.
     """
     *rest, out_name = words
     form = form or SUFFIXES.get(Path(out_name).suffix)
@@ -79,6 +83,10 @@ def command(
             raise click.UsageError(why)
     run, out = open_run(root), Path(out_name)
     chosen = of_rank(choose(*run.find(*wanted)), rank)
+    if section is not None:
+        from ckpt_engine.tools.changed_snapshot import changed  # torch
+
+        chosen = changed(chosen, section)
     check_free(out, replace=force, folder=form in (*FOLDERS, PEFT))
     if form == PEFT:
         from ckpt_engine.tools.export_adapters import plan_adapters  # torch

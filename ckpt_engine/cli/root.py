@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,16 @@ def snapshot_arguments(
     return lambda command: root(click.argument("snapshots", nargs=-1, metavar=metavar, callback=take)(command))
 
 
+def _pairs(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    pairs = [one.partition("=") for one in values]
+    if wrong := ["".join(one) for one in pairs if not (one[0] and one[1])]:
+        raise click.BadParameter(f"{wrong[0]!r} is not NAME=VALUE", ctx, parameter)
+    return {name: text for name, _, text in pairs}
+
+
 def _keep(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
     pairs = value if parameter.name != "endpoint_url" else [f"endpoint_url={value}"] if value else []
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not (name and equals):
-            raise click.BadParameter(f"{pair!r} is not NAME=VALUE", ctx, parameter)
+    for name, text in _pairs(ctx, parameter, pairs).items():
         try:
             # Digits stay a text: they may be a secret.
             found = json.loads(text) if text[:1] in ("{", "[") or text in ("true", "false") else text
@@ -118,6 +124,37 @@ def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Of S3: short for --storage-option endpoint_url=URL.",
     )
     return url(one(command))
+
+
+def resume_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a verb the section `resume`, as options or of a ckpt.yaml: the argument `section`, None without them."""
+
+    @click.option(
+        "--only", multiple=True, metavar="PATTERN", help="Take this and nothing else. Repeatable, as all of these."
+    )
+    @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave this out.")
+    @click.option("--map", multiple=True, metavar="OLD=NEW", callback=_pairs, help="Rename a component or a weight.")
+    @click.option(
+        "--override", multiple=True, metavar="NAME=VALUE", callback=_pairs, help="Set a value: JSON, or a text."
+    )
+    @click.option("--config", metavar="FILE", help="Take the section resume of a ckpt.yaml instead.")
+    @wraps(command)
+    def run(*arguments: Any, config: str | None, **options: Any) -> Any:
+        given = {name: options.pop(name) for name in ("only", "skip", "map", "override")}
+        given["override"] = {name: _value(text) for name, text in given["override"].items()}
+        changes = {name: value for name, value in given.items() if value}
+        section = load_config(config or {"tiers": "."}, resume=changes or None).resume if config or changes else None
+        if isinstance(section, str):
+            raise ConfigError(f"{config} has no section resume", hint="give --only, --skip, --map or --override")
+        return command(*arguments, section=section, **options)
+
+    return run
+
+
+def _value(text: str) -> Any:
+    with suppress(ValueError):
+        return json.loads(text)
+    return text
 
 
 def options_of(root: str, **options: Any) -> Config:

@@ -14,7 +14,7 @@ from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.ask_tiers import Sources
-from ckpt_engine.tools.export_snapshot import MODELS, choose, of_rank, plan_safetensors, plan_state
+from ckpt_engine.tools.export_snapshot import choose, of_rank, plan_safetensors, plan_state
 from ckpt_engine.tools.float_formats import FLOAT_FORMATS
 from ckpt_engine.tools.new_files import check_free
 
@@ -26,8 +26,6 @@ SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning", ".pt": "torch",
 @click.command("export", short_help="Write a snapshot as files for other programs.")
 @click.argument("words", nargs=-1, required=True, metavar="[ROOT] [SNAPSHOT] OUT")
 @click.option("--to", "form", type=click.Choice(FORMATS), help="Format of OUT (default: from the end of its name).")
-@click.option("--component", help=f"Top-level key of the tensors to export (default: {' or '.join(MODELS)}).")
-@click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
 @click.option("--dtype", type=click.Choice(FLOAT_FORMATS), help="Convert wider floating-point numbers to this type.")
 @click.option(
     "--rank", type=click.IntRange(0), default=0, help="With several ranks: export the own components of this one."
@@ -40,8 +38,6 @@ SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning", ".pt": "torch",
 def command(
     words: tuple[str, ...],
     form: str | None,
-    component: str | None,
-    everything: bool,
     dtype: str | None,
     rank: int,
     force: bool,
@@ -61,23 +57,21 @@ def command(
     peft          the adapters, for `PeftModel.from_pretrained(base, OUT)`
 
     Every byte is verified, and OUT appears whole or not at all. State that only ckpt-engine can restore is left out.
-    The parts of several ranks are merged; what differs between ranks is exported for one of them. With --only, --skip,
-    --map and --override it is the state that the section resume of a ckpt.yaml makes of the snapshot.
+    The parts of several ranks are merged; what differs between ranks is exported for one of them.
+
+    With --only, --skip, --map and --override it is the state that the section resume of a ckpt.yaml makes of the
+    snapshot. Without --only a file of safetensors has the model alone.
     """
     *rest, out_name = words
     form = form or SUFFIXES.get(Path(out_name).suffix)
     root, wanted = named(rest[0] if rest else None)
     wanted += tuple(rest[1:])
-    has_component, is_state = component is not None, form != "safetensors"
     if form is None:
         ends = f"{out_name} does not end with {', '.join(SUFFIXES)}"
         raise click.UsageError(f"Missing option '--to': {ends}; name one of {', '.join(FORMATS)}")
     for applies, why in (
         (len(wanted) > 1, f"expected [ROOT] [SNAPSHOT] OUT, got {' '.join(words)}"),
-        (has_component and is_state and form != PEFT, "--component is for --to safetensors and --to peft"),
-        (everything and is_state, "--all is for --to safetensors"),
-        (is_state and dtype, "--dtype is for --to safetensors: a training state is exported as it is"),
-        (has_component and everything, "give --component or --all"),
+        (dtype and form != "safetensors", "--dtype is for --to safetensors: a training state is exported as it is"),
     ):
         if applies:
             raise click.UsageError(why)
@@ -91,9 +85,9 @@ def command(
     if form == PEFT:
         from ckpt_engine.tools.export_adapters import plan_adapters  # torch
 
-        planned, write = plan_adapters(chosen, out, component)
+        planned, write = plan_adapters(chosen, out)
     elif form == "safetensors":
-        planned, write = plan_safetensors(chosen, out, component, everything=everything, dtype=dtype)
+        planned, write = plan_safetensors(chosen, out, dtype, selected=section is not None and section.only is not None)
     else:
         planned, write = plan_state(chosen, out, form)
     served = chosen.sources[0].storage.url

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -88,22 +87,24 @@ def snapshot_arguments(
     return lambda command: root(click.argument("snapshots", nargs=-1, metavar=metavar, callback=take)(command))
 
 
-def _pairs(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    pairs = [one.partition("=") for one in values]
-    if wrong := ["".join(one) for one in pairs if not (one[0] and one[1])]:
-        raise click.BadParameter(f"{wrong[0]!r} is not NAME=VALUE", ctx, parameter)
-    return {name: text for name, _, text in pairs}
+def _pairs(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in values:
+        name, equals, text = pair.partition("=")
+        if not (name and equals):
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE", ctx, parameter)
+        # Digits stay a text: they may be a secret.
+        is_json = parameter.name == "override" or text[:1] in ("{", "[") or text in ("true", "false")
+        try:
+            found[name] = json.loads(text) if is_json else text
+        except ValueError as err:
+            raise click.BadParameter(f"the value of {name} is no JSON: {err}", ctx, parameter) from err
+    return found
 
 
 def _keep(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
     pairs = value if parameter.name != "endpoint_url" else [f"endpoint_url={value}"] if value else []
-    for name, text in _pairs(ctx, parameter, pairs).items():
-        try:
-            # Digits stay a text: they may be a secret.
-            found = json.loads(text) if text[:1] in ("{", "[") or text in ("true", "false") else text
-        except ValueError as err:
-            raise click.BadParameter(f"the value of {name} is no JSON: {err}", ctx, parameter) from err
-        ctx.meta.setdefault(_GIVEN, {})[name] = found
+    ctx.meta.setdefault(_GIVEN, {}).update(_pairs(ctx, parameter, pairs))
 
 
 def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,26 +136,18 @@ def resume_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave this out.")
     @click.option("--map", multiple=True, metavar="OLD=NEW", callback=_pairs, help="Rename a component or a weight.")
     @click.option(
-        "--override", multiple=True, metavar="NAME=VALUE", callback=_pairs, help="Set a value: JSON, or a text."
+        "--override", multiple=True, metavar="NAME=VALUE", callback=_pairs, help="Set a value, given as JSON."
     )
     @click.option("--config", metavar="FILE", help="Take the section resume of a ckpt.yaml instead.")
     @wraps(command)
     def run(*arguments: Any, config: str | None, **options: Any) -> Any:
-        given = {name: options.pop(name) for name in ("only", "skip", "map", "override")}
-        given["override"] = {name: _value(text) for name, text in given["override"].items()}
-        changes = {name: value for name, value in given.items() if value}
-        section = load_config(config or {"tiers": "."}, resume=changes or None).resume if config or changes else None
+        given = {name: value for name in ("only", "skip", "map", "override") if (value := options.pop(name))}
+        section = load_config(config or {"tiers": "."}, resume=given or None).resume if config or given else None
         if isinstance(section, str):
             raise ConfigError(f"{config} has no section resume", hint="give --only, --skip, --map or --override")
         return command(*arguments, section=section, **options)
 
     return run
-
-
-def _value(text: str) -> Any:
-    with suppress(ValueError):
-        return json.loads(text)
-    return text
 
 
 def options_of(root: str, **options: Any) -> Config:

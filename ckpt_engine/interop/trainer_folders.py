@@ -37,7 +37,7 @@ def check_transformers(state: Any, info: SnapshotInfo) -> None:
         found = ", ".join(parts.models) or "none"
         raise MismatchError(
             f"{info.id} cannot become a transformers checkpoint, which has one model; it has: {found}",
-            hint="--to accelerate exports several models, --to safetensors --component one of them",
+            hint="--to accelerate exports several models, --only one of them",
         )
     if CONFIG not in parts.files:
         raise MismatchError(

@@ -14,29 +14,26 @@ from ckpt_engine.restore.choose import Candidate
 from ckpt_engine.state.peft_adapters import NOTE
 from ckpt_engine.tools.export_snapshot import MODELS, Exported, Write, planned
 from ckpt_engine.tools.new_files import new_folder
-from ckpt_engine.tools.selection import select_component
+from ckpt_engine.tools.selection import select
 from ckpt_engine.tools.write_arrays import write_arrays
 
 _HINT = "load the snapshot into the model, and model.save_pretrained(OUT) writes what PEFT makes of it"
 
 
-def plan_adapters(snapshot: Candidate, out: Path, component: str | None) -> tuple[Exported, Write]:
+def plan_adapters(snapshot: Candidate, out: Path) -> tuple[Exported, Write]:
     """What the folder gets, and what writes it.
-
-    Args:
-        component: that has the PEFT model; None: the one that has one.
 
     Raises:
         MismatchError: there is no PEFT model, or several, or its adapters are not all that it trains.
     """
     manifest = snapshot.manifest
     with fitting("peft", manifest.info.id):
-        rows = [row for row in manifest.notes.get(NOTE, ()) if component in (None, row["component"])]
+        rows = [(row, name) for row in manifest.notes.get(NOTE, ()) for name in _names(row) if name in manifest.tree]
         if why := next(_misfits(rows), None):
             raise MismatchError(f"{manifest.info.id} cannot become peft: it {why}", hint=_HINT)
-        adapters: Mapping[str, Any] = rows[0]["adapters"]
-        where = next((name for name in (rows[0]["component"], *MODELS) if name in manifest.tree), MODELS[0])
-        whole, alone = select_component(manifest, where), len(adapters) == 1
+        (row, component), *_ = rows
+        whole, adapters = select(manifest, component), row["adapters"]
+        alone = len(adapters) == 1
         files = {"" if alone or key == "default" else key: whole.named(one["weights"]) for key, one in adapters.items()}
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
@@ -53,12 +50,17 @@ def plan_adapters(snapshot: Candidate, out: Path, component: str | None) -> tupl
     return planned(snapshot, out, "peft", len(arrays), sum(one.nbytes for one in arrays)), write
 
 
-def _misfits(rows: list[Mapping[str, Any]]) -> Iterator[str]:
+def _names(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the component of a PEFT model may be called: Lightning has its model under another name."""
+    return (row["component"], MODELS[0]) if row["component"] in MODELS else (row["component"],)
+
+
+def _misfits(rows: list[tuple[Mapping[str, Any], str]]) -> Iterator[str]:
     """Why the PEFT models of a snapshot cannot be exported."""
     if len(rows) != 1:
-        names = ", ".join(row["component"] for row in rows)
-        yield f"has several PEFT models, in {names}: name one with --component" if rows else "has no PEFT model"
-    for row in rows:
+        names = ", ".join(name for _, name in rows)
+        yield f"has several PEFT models, in {names}: name one with --only" if rows else "has no PEFT model"
+    for row, _ in rows:
         for name, one in row["adapters"].items():
             if Path(name).name != name or not all([one["weights"], *one["weights"].values()]):
                 yield f"has the {one['config']['peft_type']} adapter {name!r}, whose weights PEFT computes {one['why']}"

@@ -17,7 +17,7 @@ from ckpt_engine.store.manifest import OWN_KEY, require_whole
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import require_written_out
 from ckpt_engine.tools.new_files import new_file, new_folder
-from ckpt_engine.tools.selection import as_dtype, select_all, select_component
+from ckpt_engine.tools.selection import as_dtype, select
 from ckpt_engine.tools.write_arrays import write_arrays
 
 MODELS = ("state_dict", "model")
@@ -70,22 +70,21 @@ def of_rank(snapshot: Candidate, rank: int) -> Candidate:
     return replace(snapshot, manifest=snapshot.manifest.as_rank(rank), notes=(*snapshot.notes, note))
 
 
-def plan_safetensors(
-    snapshot: Candidate, out: Path, component: str | None, *, everything: bool, dtype: str | None
-) -> tuple[Exported, Write]:
+def plan_safetensors(snapshot: Candidate, out: Path, dtype: str | None, *, selected: bool) -> tuple[Exported, Write]:
     """What a file of safetensors gets, and what writes it.
 
     Args:
-        component: top-level key of the tensors; None: the first one of `MODELS` that there is.
-        everything: the tensors of all components.
         dtype: of wider floating-point numbers in the file.
+        selected: all that the snapshot has, by its path where that is more than one component; else the first one of
+            `MODELS` that it has.
 
     Raises:
         MismatchError: there are no such tensors, or two would get the same name.
     """
     manifest = snapshot.manifest
-    component = component or next((name for name in MODELS if name in manifest.tree), MODELS[0])
-    chosen = select_all(manifest) if everything else select_component(manifest, component)
+    model = next((name for name in MODELS if name in manifest.tree), MODELS[0])
+    alone = next(iter(manifest.tree)) if len(manifest.tree) == 1 else None
+    chosen = select(manifest, alone if selected else model)
     if dtype is not None:
         chosen = as_dtype(chosen, dtype)
     notes: dict[str, object] = {

@@ -5,7 +5,7 @@ Tied tensors are stored once, as `safetensors.torch.save_model` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -96,31 +96,19 @@ def item_bytes(dtype: str) -> int:
     return container.item_bytes(dtype) or 1
 
 
-def select_component(manifest: Manifest, component: str) -> Selection:
-    """The arrays of one component, named by their keys below it, joined by ".".
+def select(manifest: Manifest, component: str | None = None) -> Selection:
+    """The arrays of one component, named by their keys below it, joined by "."; or all, by their paths, joined by "/".
 
     Raises:
         MismatchError: there is no such component, it has no arrays, or two arrays would get the same name.
     """
-    if component not in manifest.tree:
+    if component is not None and component not in manifest.tree:
         names = ", ".join(name or "(the whole state)" for name in manifest.tree)
         raise MismatchError(
             f"{manifest.info.id} has no component {component!r}; it has: {names}",
-            hint="name one with --component, or take everything with --all",
+            hint="name one with --only, or take everything with --only '*'",
         )
-    return _select(manifest, manifest.tree[component], lambda leaf: ".".join(leaf.path))
-
-
-def select_all(manifest: Manifest) -> Selection:
-    """Every array of the state, named by its path, joined by "/".
-
-    Raises:
-        MismatchError: as `select_component`.
-    """
-    return _select(manifest, dict(manifest.tree), lambda leaf: "/".join(leaf.path))
-
-
-def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]) -> Selection:
+    node, joint = (dict(manifest.tree), "/") if component is None else (manifest.tree[component], ".")
     require_written_out(node, manifest.entries)
     stored: dict[tuple[str, str], ExportedArray] = {}
     tied: dict[str, str] = {}
@@ -128,7 +116,7 @@ def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]
     for leaf in array_leaves(node):
         if leaf.node["$"] not in _ARRAY_KINDS:
             continue
-        array = _array(manifest, leaf, name_of(leaf))
+        array = _array(manifest, leaf, joint.join(leaf.path))
         if array.name in taken or array.name == "__metadata__":
             raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
         taken.add(array.name)

@@ -23,7 +23,7 @@ SECTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"override": {"optimizer.param_groups.*.lr": 1e-4, "optimizer.param_groups.*.betas": [0.5, 0.6]}},
         ["--override", "optimizer.param_groups.*.lr=1e-4", "--override", "optimizer.param_groups.*.betas=[0.5, 0.6]"],
     ),
-    "text": ({"override": {"counts.name": "b"}}, ["--override", "counts.name=b"]),
+    "text": ({"override": {"counts.name": "b"}}, ["--override", 'counts.name="b"']),
 }
 
 

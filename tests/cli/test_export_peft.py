@@ -217,5 +217,5 @@ def test_what_is_no_whole_adapter_is_refused_by_name(ckpt: Ckpt, tmp_path: Path)
     assert refused.code == 2
     assert "model, more" in refused.err
     assert not (tmp_path / "out").exists()
-    assert ckpt("export", tmp_path / "two", tmp_path / "out", "--to", "peft", "--component", "more").code == 0
+    assert ckpt("export", tmp_path / "two", tmp_path / "out", "--to", "peft", "--only", "more").code == 0
     same_as_saved(more, tmp_path)

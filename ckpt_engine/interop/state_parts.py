@@ -142,8 +142,7 @@ def _files(node: Any) -> dict[str, bytes]:
 
 def _own(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """What an adapter needs besides the components, packed or not."""
-    own = state.get(OWN_KEY)
-    if not isinstance(own, Mapping):
+    if not isinstance((own := state.get(OWN_KEY)), Mapping):
         return {}
     packed = own.get("packed")
     more = unpack(packed)[0] if isinstance(packed, torch.Tensor) else {}
@@ -152,8 +151,7 @@ def _own(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_trainer(own: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str, bytes]]:
     """The state and files of a transformers Trainer, as its adapter keeps them: texts of JSON files."""
-    around = own.get(SURROUNDINGS)
-    if not isinstance(around, Mapping):
+    if not isinstance((around := own.get(SURROUNDINGS)), Mapping):
         return None, {}
     state, files = around.get("state"), around.get(FILES)
     texts = {name: text.encode() for name, text in files.items()} if isinstance(files, Mapping) else {}

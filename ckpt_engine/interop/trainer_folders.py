@@ -32,8 +32,7 @@ def check_transformers(state: Any, info: SnapshotInfo) -> None:
     Raises:
         MismatchError: it has no weights, several models, or no configuration of the model.
     """
-    parts = recognise(state)
-    if len(parts.models) != 1:
+    if len((parts := recognise(state)).models) != 1:
         found = ", ".join(parts.models) or "none"
         raise MismatchError(
             f"{info.id} cannot become a transformers checkpoint, which has one model; it has: {found}",

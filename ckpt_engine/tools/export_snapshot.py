@@ -60,8 +60,7 @@ def of_rank(snapshot: Candidate, rank: int) -> Candidate:
     Raises:
         ArgumentError: there is no such rank.
     """
-    size = snapshot.manifest.world_size
-    if rank >= size:
+    if rank >= (size := snapshot.manifest.world_size):
         there = "one process" if size == 1 else f"ranks 0 to {size - 1}"
         raise ArgumentError(f"there is no rank {rank}: {snapshot.info.id} was taken by {there}")
     if size == 1:

@@ -223,8 +223,7 @@ def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]
         end = math.inf if following is None else following.began
         parent = parse_id(next((info.parent or "" for info in infos if one.began <= info.created < end), ""))
         resumed.append(one.resumed_at if one.resumed_at >= 0 else None if parent is None else parent.step)
-    lives = []
-    spent = history.before
+    lives, spent = [], history.before
     for number, (one, following) in enumerate(zip_longest(history.rows, history.rows[1:])):
         was, spent = spent.parts, after(spent, one, following)
         step = one.step if one.step >= 0 else None

@@ -116,12 +116,10 @@ def select(manifest: Manifest, component: str | None = None) -> Selection:
     for leaf in array_leaves(node):
         if leaf.node["$"] not in _ARRAY_KINDS:
             continue
-        array = _array(manifest, leaf, joint.join(leaf.path))
-        if array.name in taken or array.name == "__metadata__":
+        if (array := _array(manifest, leaf, joint.join(leaf.path))).name in taken or array.name == "__metadata__":
             raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
         taken.add(array.name)
-        same = stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)
-        if same is not array:
+        if (same := stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)) is not array:
             tied[array.name] = same.name
     if not stored:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
@@ -136,8 +134,7 @@ def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
 
 def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
     entry = manifest.entries[leaf.entry]
-    view = leaf.node.get("view")
-    if view is None:
+    if (view := leaf.node.get("view")) is None:
         boxes = boxes_of(leaf.node, entry.shape)
         return ExportedArray(name, entry.dtype, entry.shape, leaf.entry, None, boxes if len(boxes) > 1 else ())
     return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf.entry, view)

@@ -80,8 +80,7 @@ class Run:
         Raises:
             StorageMissingError: none, or more than one, of that name.
         """
-        ids = list(self.holders)
-        step = _STEP.fullmatch(wanted)
+        ids, step = list(self.holders), _STEP.fullmatch(wanted)
         of_step = [parsed for parsed in ids if step and parsed.step == int(step[1])]
         starting = [parsed for parsed in ids if wanted and parsed.id.startswith(wanted)]
         if found := ids[-1:] if wanted == LATEST else of_step[-1:] or starting[: len(starting) == 1]:
@@ -165,8 +164,7 @@ def runs_below(root: str) -> list[Path]:
 
 
 def _where_else(root: str) -> str:
-    above = [folder for folder in Path(root).expanduser().resolve().parents[:2] if (folder / RECORD).is_file()]
-    if above:
+    if above := [folder for folder in Path(root).expanduser().resolve().parents[:2] if (folder / RECORD).is_file()]:
         return f"it belongs to a run: `ckpt ls {above[0]}`"
     folder, mark, _ = root.rpartition("#")
     if mark:

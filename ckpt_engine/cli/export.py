@@ -67,8 +67,9 @@ def command(
     root, wanted = named(rest[0] if rest else None)
     wanted += tuple(rest[1:])
     if form is None:
-        ends = f"{out_name} does not end with {', '.join(SUFFIXES)}"
-        raise click.UsageError(f"Missing option '--to': {ends}; name one of {', '.join(FORMATS)}")
+        raise click.UsageError(
+            f"Missing option '--to': {out_name} does not end with {', '.join(SUFFIXES)}; name one of {', '.join(FORMATS)}"
+        )
     for applies, why in (
         (len(wanted) > 1, f"expected [ROOT] [SNAPSHOT] OUT, got {' '.join(words)}"),
         (dtype and form != "safetensors", "--dtype is for --to safetensors: a training state is exported as it is"),

@@ -93,10 +93,10 @@ def _pairs(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]
         name, equals, text = pair.partition("=")
         if not (name and equals):
             raise click.BadParameter(f"{pair!r} is not NAME=VALUE", ctx, parameter)
-        # Digits stay a text: they may be a secret.
-        is_json = parameter.name == "override" or text[:1] in ("{", "[") or text in ("true", "false")
         try:
-            found[name] = json.loads(text) if is_json else text
+            # Digits stay a text: they may be a secret.
+            is_text = parameter.name != "override" and text[:1] not in ("{", "[") and text not in ("true", "false")
+            found[name] = text if is_text else json.loads(text)
         except ValueError as err:
             raise click.BadParameter(f"the value of {name} is no JSON: {err}", ctx, parameter) from err
     return found

@@ -224,6 +224,5 @@ def _mended(node: Any) -> Any:
         return [found[key] for key in sorted(found)]
     if "param_groups" in found and "state" not in found:
         found = {"state": {}, **found}
-    if is_optimizer(found) and all(str(key).isdecimal() for key in found["state"]):
-        return {**found, "state": {int(key): value for key, value in found["state"].items()}}
-    return found
+    is_numbered = is_optimizer(found) and all(str(key).isdecimal() for key in found["state"])
+    return {**found, "state": {int(key): value for key, value in found["state"].items()}} if is_numbered else found

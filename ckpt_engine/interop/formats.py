@@ -94,8 +94,7 @@ def read(path: Path, form: str | None, advance: Advance) -> Imported:
 
 def nbytes(path: Path) -> int:
     """Bytes that reading it takes, about."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
 def _folder_form(path: Path) -> str:

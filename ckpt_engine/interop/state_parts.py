@@ -76,8 +76,7 @@ def recognise(state: Any) -> StateParts:
         skipped.add("state_dict")
     nodes = [pair for key, node in state.items() if key not in skipped for pair in _nodes(node, str(key), _DEPTH)]
     models = {where: node for where, node in nodes if is_model(node)}
-    of_modules = {where: node for where, node in models.items() if hasattr(node, "_metadata")}
-    own = _own(state)
+    of_modules, own = {where: node for where, node in models.items() if hasattr(node, "_metadata")}, _own(state)
     trainer_state, files = _of_trainer(own)
     return StateParts(
         models=of_modules or models,

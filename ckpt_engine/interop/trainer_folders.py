@@ -33,9 +33,9 @@ def check_transformers(state: Any, info: SnapshotInfo) -> None:
         MismatchError: it has no weights, several models, or no configuration of the model.
     """
     if len((parts := recognise(state)).models) != 1:
-        found = ", ".join(parts.models) or "none"
         raise MismatchError(
-            f"{info.id} cannot become a transformers checkpoint, which has one model; it has: {found}",
+            f"{info.id} cannot become a transformers checkpoint, which has one model; it has: "
+            f"{', '.join(parts.models) or 'none'}",
             hint="--to accelerate exports several models, --only one of them",
         )
     if CONFIG not in parts.files:

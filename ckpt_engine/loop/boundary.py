@@ -471,7 +471,7 @@ class TrainingRun:
             return None
         try:
             state, notes = instant.state(), {"trainer": self._trainer, **instant.notes()}
-            notes |= note_of_adapters(self._parts.modules) if self._parts.flat is None else {}
+            notes |= note_of_adapters(self._parts.modules, state) if self._parts.flat is None else {}
             if self._recorder is not None:
                 notes[NOTE] = self._recorder.note
             self.engine.times.waited("stall", time.perf_counter() - began)

@@ -56,9 +56,10 @@ def _opened(node: Any) -> Any:
 def _closed(value: Any) -> Any:
     """The node of a value."""
     if isinstance(value, list | tuple):
-        found = list(map(_closed, value))
-        return found if isinstance(value, list) else {"$": "tuple", "items": found}
-    if not isinstance(value, _Part) or not value:
-        return value.node if isinstance(value, _Part) else value
+        items = list(map(_closed, value))
+        return items if isinstance(value, list) else {"$": "tuple", "items": items}
+    if not isinstance(value, _Part):
+        return value
     below = {key: _closed(one) for key, one in value.items()}
-    return {**value.node, "items": list(map(list, below.items()))} if "$" in value.node else below
+    kept = {**value.node, "items": list(map(list, below.items()))} if "$" in value.node else below
+    return kept if below else value.node

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ckpt_engine.errors import MismatchError
 from ckpt_engine.interop.formats import fitting
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import Candidate
 from ckpt_engine.state.peft_adapters import NOTE
-from ckpt_engine.tools.export_snapshot import MODELS, Exported, Write, planned
+from ckpt_engine.tools.export_snapshot import Exported, Write, planned
 from ckpt_engine.tools.new_files import new_folder
 from ckpt_engine.tools.selection import select
 from ckpt_engine.tools.write_arrays import write_arrays
@@ -28,11 +27,23 @@ def plan_adapters(snapshot: Candidate, out: Path) -> tuple[Exported, Write]:
     """
     manifest = snapshot.manifest
     with fitting("peft", manifest.info.id):
-        rows = [(row, name) for row in manifest.notes.get(NOTE, ()) for name in _names(row) if name in manifest.tree]
-        if why := next(_misfits(rows), None):
-            raise MismatchError(f"{manifest.info.id} cannot become peft: it {why}", hint=_HINT)
-        (row, component), *_ = rows
-        whole, adapters = select(manifest, component), row["adapters"]
+        rows = [row for row in manifest.notes.get(NOTE, ()) if row["component"] in manifest.tree]
+        misfits = ["has no PEFT model"] * (not rows)
+        misfits += [f"has several PEFT models, in {', '.join(row['component'] for row in rows)}: see --only"] * (
+            len(rows) > 1
+        )
+        misfits += [
+            f"has the {one['config']['peft_type']} adapter {name!r}, whose weights PEFT computes {one['why']}"
+            for row in rows
+            for name, one in row["adapters"].items()
+            if Path(name).name != name or not all([one["weights"], *one["weights"].values()])
+        ]
+        misfits += [
+            f"trains weights that no adapter has: {', '.join(row['beside'][:3])}" for row in rows if row["beside"]
+        ]
+        if misfits:
+            raise MismatchError(f"{manifest.info.id} cannot become peft: it {misfits[0]}", hint=_HINT)
+        whole, adapters = select(manifest, rows[0]["component"]), rows[0]["adapters"]
         alone = len(adapters) == 1
         files = {"" if alone or key == "default" else key: whole.named(one["weights"]) for key, one in adapters.items()}
 
@@ -48,21 +59,3 @@ def plan_adapters(snapshot: Candidate, out: Path) -> tuple[Exported, Write]:
 
     arrays = [one for chosen in files.values() for one in chosen.arrays]
     return planned(snapshot, out, "peft", len(arrays), sum(one.nbytes for one in arrays)), write
-
-
-def _names(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the component of a PEFT model may be called: Lightning has its model under another name."""
-    return (row["component"], MODELS[0]) if row["component"] in MODELS else (row["component"],)
-
-
-def _misfits(rows: list[tuple[Mapping[str, Any], str]]) -> Iterator[str]:
-    """Why the PEFT models of a snapshot cannot be exported."""
-    if len(rows) != 1:
-        names = ", ".join(name for _, name in rows)
-        yield f"has several PEFT models, in {names}: name one with --only" if rows else "has no PEFT model"
-    for row, _ in rows:
-        for name, one in row["adapters"].items():
-            if Path(name).name != name or not all([one["weights"], *one["weights"].values()]):
-                yield f"has the {one['config']['peft_type']} adapter {name!r}, whose weights PEFT computes {one['why']}"
-        if row["beside"]:
-            yield f"trains weights that no adapter has: {', '.join(row['beside'][:3])}"

@@ -72,12 +72,9 @@ class Selection:
         """Some of its arrays, each by a name in the file and its name here.
 
         Raises:
-            MismatchError: it lacks one of them.
+            KeyError: it lacks one of them.
         """
         known = {array.name: array for array in self.arrays}
-        for name in names.values():
-            if self.tied.get(name, name) not in known:
-                raise MismatchError(f"the snapshot has no {name!r}")
         found = [replace(known[self.tied.get(name, name)], name=new) for new, name in names.items()]
         return Selection(_aligned(found), {}, 0)
 
@@ -103,9 +100,9 @@ def select(manifest: Manifest, component: str | None = None) -> Selection:
         MismatchError: there is no such component, it has no arrays, or two arrays would get the same name.
     """
     if component is not None and component not in manifest.tree:
-        names = ", ".join(name or "(the whole state)" for name in manifest.tree)
         raise MismatchError(
-            f"{manifest.info.id} has no component {component!r}; it has: {names}",
+            f"{manifest.info.id} has no component {component!r}; it has: "
+            f"{', '.join(name or '(the whole state)' for name in manifest.tree)}",
             hint="name one with --only, or take everything with --only '*'",
         )
     node, joint = (dict(manifest.tree), "/") if component is None else (manifest.tree[component], ".")

@@ -68,7 +68,8 @@ def command(
     wanted += tuple(rest[1:])
     if form is None:
         raise click.UsageError(
-            f"Missing option '--to': {out_name} does not end with {', '.join(SUFFIXES)}; name one of {', '.join(FORMATS)}"
+            f"Missing option '--to': {out_name} does not end with {', '.join(SUFFIXES)}; "
+            f"name one of {', '.join(FORMATS)}"
         )
     for applies, why in (
         (len(wanted) > 1, f"expected [ROOT] [SNAPSHOT] OUT, got {' '.join(words)}"),

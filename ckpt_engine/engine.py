@@ -154,8 +154,7 @@ class Engine:
         self._fatal: list[TierDegraded] = []
         self.ending = Ending()
         self._why: Callable[[], str] = str
-        self._closing = False
-        self._close_by = math.inf
+        self._closing, self._close_by = False, math.inf
         self._newest: SaveHandle | None = None
         """Of the newest snapshot that was taken; None: the newest one failed in the call."""
         self._newest_step, self._durable_step = -1, -1

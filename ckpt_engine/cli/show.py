@@ -175,11 +175,9 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
 
 
 def _stored(nbytes: int, written: int, referred: int) -> str:
-    text = f"{units.size(written)} written"
-    if not referred:
-        return text
     share = units.share(written / max(1, nbytes))
-    return f"{text} ({share} of its size), {units.size(referred)} in files of older snapshots"
+    more = f" ({share} of its size), {units.size(referred)} in files of older snapshots" if referred else ""
+    return f"{units.size(written)} written{more}"
 
 
 def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a snapshot notes of PEFT adapters: their configurations, and which weights PEFT saves under which names."""
+"""Notes in a snapshot what PEFT saves of the adapters of its models."""
 
 from __future__ import annotations
 

@@ -11,6 +11,9 @@ from ckpt_engine.restore.choose import Candidate
 from ckpt_engine.store.manifest import OWN_KEY
 from ckpt_engine.store.tree import PAIRS
 
+SHOWN = 8
+"""Changes that are named."""
+
 
 class _Part(dict[Any, Any]):
     """The node of a mapping with what is below it, or of anything that is no list and has nothing below it."""
@@ -37,6 +40,7 @@ def changed(snapshot: Candidate, section: ResumeChanges, *, strict: bool = True)
     notes = [
         f"left out {row.name}" if row.how == "left" else f"{row.how} {row.name}: {row.detail}" for row in changes.rows
     ]
+    notes[SHOWN:] = [f"{len(notes) - SHOWN:,} more changes"] * (len(notes) > SHOWN)
     return replace(snapshot, manifest=replace(manifest, tree=tree), notes=(*snapshot.notes, *notes))
 
 

@@ -50,6 +50,15 @@ def test_a_file_of_weights_has_the_selected_ones_by_their_new_names(ckpt: Ckpt, 
     assert "left out optimizer" in result.out
 
 
+def test_of_many_changes_the_first_are_named(ckpt: Ckpt, tmp_path: Path) -> None:
+    """The last line counts the others."""
+    with Checkpointer(tmp_path / "run", writer="thread") as checkpointer:
+        checkpointer.save({"model": {f"w{n}": torch.ones(1) for n in range(20)}}, step=0).wait(60)
+    result = ckpt("export", tmp_path / "run", tmp_path / "o.safetensors", "--only", "model.w0")
+    assert len(result.out.splitlines()) == 10
+    assert "11 more changes" in result.out
+
+
 def test_a_pattern_that_matches_nothing_and_a_tensor_to_set_are_refused(ckpt: Ckpt, tmp_path: Path) -> None:
     """By name, and nothing is written; so is a section that says nothing."""
     root = saved_in(tmp_path)

@@ -55,12 +55,13 @@ def _row(peft: Any, module: nn.Module, path: str, model: Any) -> dict[str, Any]:
 def _adapter(peft: Any, model: Any, adapter: str, state: Any, names: Mapping[int, str]) -> dict[str, Any]:
     """The configuration of an adapter, and by the name in its file each weight; "": PEFT computes it from others.
 
-    What a prompt encoder saves is computed, which may draw random numbers: it is not asked.
+    What a prompt encoder saves is computed, which may draw random numbers, and AdaLoRA changes its live configuration
+    once it has pruned: they are not asked.
     """
     config, weights, why = model.peft_config[adapter], dict[str, str](), ""
     plain = json.dumps(config.to_dict(), default=lambda one: sorted(one) if isinstance(one, set) else str(one))
     try:
-        if not config.is_prompt_learning:
+        if not (config.is_prompt_learning or (config.peft_type == "ADALORA" and config.rank_pattern)):
             saved = peft.get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
             weights = {
                 ".".join(one for one in key.split(".") if one not in _TORCH_WRAPPERS): names.get(id(value), "")

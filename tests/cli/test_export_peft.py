@@ -202,6 +202,17 @@ def test_what_is_no_whole_adapter_is_refused_by_name(ckpt: Ckpt, tmp_path: Path)
     refused = ckpt("export", tmp_path / "prompt", tmp_path / "out", "--to", "peft")
     assert refused.code == 2
     assert "PROMPT_TUNING adapter 'default', whose weights PEFT computes" in " ".join(refused.err.split())
+    base = module()
+    base.head = nn.Linear(8, 8)
+    pruned = peft.get_peft_model(base, ADAPTERS["adalora"]())
+    pattern = {"base_model.model.head.lora_E.default": [True, True, False, False]}
+    pruned.peft_config["default"].rank_pattern = pattern
+    trained(pruned, tmp_path / "pruned")
+    assert pruned.peft_config["default"].rank_pattern is pattern
+    assert "lora_E.default" in next(iter(pattern))
+    refused = ckpt("export", tmp_path / "pruned", tmp_path / "out", "--to", "peft")
+    assert refused.code == 2
+    assert "ADALORA adapter 'default', whose weights PEFT computes" in " ".join(refused.err.split())
     beside = peft.get_peft_model(module(), ADAPTERS["ia3"]())
     beside.base_model.model[0].base_layer.bias.requires_grad_(True)
     trained(beside, tmp_path / "beside")

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from ckpt_engine import Checkpointer
 from tests.accelerate import hf
@@ -153,6 +155,23 @@ def test_other_tuners_are_exported_as_peft_saves_them(kind: str, ckpt: Ckpt, tmp
     assert result.code == 0, result.err
     assert torch.equal(outputs(peft.PeftModel.from_pretrained(copied, tmp_path / "out")), outputs(model))
     same_as_saved(model, tmp_path)
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard])
+def test_the_adapter_of_a_wrapped_model_computes_the_same(wrap: Any, ckpt: Ckpt, tmp_path: Path) -> None:
+    """DDP and FSDP2, of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        base = module()
+        base.head = nn.Linear(8, 8)
+        copied = copy.deepcopy(base)
+        model = wrap(peft.get_peft_model(base, ADAPTERS["dora"]()))
+        trained(model, tmp_path / "run")
+        result = ckpt("export", tmp_path / "run", tmp_path / "out", "--to", "peft")
+        assert result.code == 0, result.err
+        assert torch.equal(outputs(peft.PeftModel.from_pretrained(copied, tmp_path / "out")), outputs(model))
+    finally:
+        dist.destroy_process_group()
 
 
 def two(base: nn.Module) -> Any:

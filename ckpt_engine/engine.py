@@ -57,6 +57,7 @@ from ckpt_engine.snapshot.save_request import WAIT_SECONDS, Request, SaveHandle
 from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.repository import fork_of
 from ckpt_engine.store.rows import read_lives
 from ckpt_engine.writer.client import WriterClient
 
@@ -153,8 +154,7 @@ class Engine:
         self._fatal: list[TierDegraded] = []
         self.ending = Ending()
         self._why: Callable[[], str] = str
-        self._closing = False
-        self._close_by = math.inf
+        self._closing, self._close_by = False, math.inf
         self._newest: SaveHandle | None = None
         """Of the newest snapshot that was taken; None: the newest one failed in the call."""
         self._newest_step, self._durable_step = -1, -1
@@ -300,6 +300,11 @@ class Engine:
     def changes(self) -> Changes:
         """What is to be changed in the snapshot that was loaded last."""
         return self._restorer.changes
+
+    @property
+    def forked_from(self) -> str:
+        """The snapshot of another run that the one that was loaded goes back to; "": there is none."""
+        return str(fork_of(self._restorer.line_note) or "")
 
     @property
     def memory(self) -> bool:

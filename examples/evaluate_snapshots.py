@@ -46,7 +46,7 @@ def train() -> None:
 
 def evaluate(snapshot: str, step: str) -> None:
     weights = Path(f"weights-{step}.safetensors")
-    subprocess.run(["ckpt", "export", snapshot, str(weights), "--component", "model", "--force"], check=True)
+    subprocess.run(["ckpt", "export", snapshot, str(weights), "--only", "model", "--force"], check=True)
     model = network()
     model.load_state_dict(load_file(weights))
     weights.unlink()

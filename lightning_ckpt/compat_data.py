@@ -344,7 +344,9 @@ class WandbCurve(MlflowCurve):
             return ""
         if logger._id not in (None, place["run"]):
             return _ELSEWHERE
-        logger._id = logger._wandb_init["id"] = place["run"]
+        logger._id = place["run"]
+        logger._wandb_init.pop("fork_from", None)  # it was asked for at the first start, and W&B takes one of the two
+        logger._wandb_init.update(id=place["run"], resume="allow")
         return ""
 
 

@@ -423,7 +423,7 @@ class FitResume(TrainerResume):
 
     def _continue_curves(self) -> None:
         if self.loggers is not None and self.is_to_be_published:
-            self.add([], self.loggers.go_on())
+            self.add([], self.loggers.go_on(self._engine.forked_from))
 
     def _let_go(self) -> None:
         self._continue_curves()

@@ -91,18 +91,24 @@ class FitLoggers:
     def wait(self, notes: Mapping[str, Any]) -> None:
         """The run goes on from a snapshot with these notes: what the start logs once more is not logged."""
         self._notes = notes
-        for logger in self._loggers:
+        for logger in self._loggers if self._curves.continues(notes) else ():
             for name in _LOGS:
                 setattr(logger, name, _log_nothing)
 
-    def go_on(self) -> list[NotRestored]:
-        """The first batch is about to be asked for: steps from here on are logged; what stays of them from before."""
+    def go_on(self, forked_from: str) -> list[NotRestored]:
+        """The first batch is about to be asked for: steps from here on are logged; what stays of them from before.
+
+        Args:
+            forked_from: the snapshot that the run began with, if it is a fork.
+        """
         notes, self._notes = self._notes, None
         if notes is None:
             return []
         for logger in self._loggers:
             for name in _LOGS:
                 vars(logger).pop(name, None)
+            if forked_from and not self._curves.continues(notes):
+                logger.log_hyperparams({"forked_from": forked_from})
         return self._curves.cut(notes)
 
 

@@ -5,8 +5,7 @@ import signal
 
 def command() -> None:
     """The console script. Ctrl-C while its modules are imported ends it at once, as an unhandled signal does."""
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heard:
+    if heard := signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ckpt_engine.cli.main import main
 

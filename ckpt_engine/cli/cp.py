@@ -34,8 +34,7 @@ def command(source: str, target: str | None, wanted: tuple[str, ...], as_json: b
     exist there once the last one is copied.
     """
     root, snapshots = named(source) if target else (default_root(), ())
-    run = open_run(root)
-    counting = partial(progress, "copying", hidden=as_json)
+    run, counting = open_run(root), partial(progress, "copying", hidden=as_json)
     done = copy_run(run, options_of(target or source).tiers[0], (*snapshots, *wanted), say_waiting, counting)
     if as_json:
         print_json({**fields_of(done), "away": run.away})

@@ -10,7 +10,8 @@ import sys
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
-from ckpt_engine.cli.root import named, open_run, storage_options
+from ckpt_engine.cli.root import named, open_run, resume_options, storage_options
+from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Candidate, assemble
@@ -23,19 +24,27 @@ DIFFERENCES = 20
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @click.option("--all", "everything", is_flag=True, help=f"Show every difference, not only the first {DIFFERENCES}.")
+@resume_options
 @storage_options
 @json_option
-def command(first: str, second: str, everything: bool, as_json: bool) -> None:
+def command(first: str, second: str, everything: bool, section: ResumeChanges | None, as_json: bool) -> None:
     """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, ROOT for its latest, or
     SNAPSHOT of the default ROOT.
 
     Tensors, values, random streams and data positions are compared by their place in the state. Tensors whose digests
     are equal are not read. The times that a run measured, which no two runs share, are left out. Also shows which
     snapshots' files each of them needs, and what they share. Ends with exit code 1 if there is a difference.
+
+    With --only and --skip parts of both are compared. With --map, --override or --config, A is compared with what B
+    becomes for a run that resumes from it with such a section resume.
     """
+    from ckpt_engine.tools.changed_snapshot import changed
     from ckpt_engine.tools.compare import Comparison  # torch
 
     a, b = _snapshot(first), _snapshot(second)
+    if section is not None:
+        a = changed(a, section.model_copy(update={"map": {}, "override": {}}), strict=False)
+        b = changed(b, section)
     comparison = Comparison(a, b)
     found = [one for one in comparison if not one.measured]
     origins = Origins.of(a.manifest), Origins.of(b.manifest)

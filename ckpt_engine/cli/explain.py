@@ -98,8 +98,7 @@ def _interval(root: str) -> list[str]:
         StorageMissingError: it has recorded no interval.
     """
     config = options_of(root)
-    live = LiveWriter.of(config.root_url)
-    rows = read_attempts(repository_of(config.tiers[0]).storage).rows
+    live, rows = LiveWriter.of(config.root_url), read_attempts(repository_of(config.tiers[0]).storage).rows
     found = [(one.began + since, why) for one in rows for since, _, why in one.intervals]
     found += [(time.time(), live.why)] if live is not None and live.why else []
     if not found:
@@ -109,9 +108,8 @@ def _interval(root: str) -> list[str]:
         )
     since, why = found[-1]
     often, _, reasons = why.partition(": ")
-    meanings = [text for name, text in BINDINGS.items() if f"set by {name}" in why]
     return [
         f"snapshots {often} at {config.root_url}, as of {age(since)}",
         *filter(None, reasons.split("; ")),
-        *meanings,
+        *[text for name, text in BINDINGS.items() if f"set by {name}" in why],
     ]

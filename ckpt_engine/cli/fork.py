@@ -28,8 +28,7 @@ def command(snapshot: str, new: str, dry_run: bool, as_json: bool) -> None:
     the way. `ckpt show` and `ckpt ls` say where a run was forked.
     """
     root, wanted = named(snapshot)
-    counting = partial(progress, "copying", hidden=as_json)
-    tier = options_of(new).tiers[0]
+    counting, tier = partial(progress, "copying", hidden=as_json), options_of(new).tiers[0]
     run, (one, *_) = open_run(root), (*wanted, LATEST)
     info, done, linked_bytes = fork_run(run, one, tier, say_waiting, counting, dry_run=dry_run)
     if as_json:

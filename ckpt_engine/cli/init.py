@@ -84,5 +84,8 @@ def schema() -> None:
 
 
 def _schema() -> dict[str, object]:
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:ckpt-engine:ckpt.yaml"}
-    return {**head, **Config.model_json_schema()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "urn:ckpt-engine:ckpt.yaml",
+        **Config.model_json_schema(),
+    }

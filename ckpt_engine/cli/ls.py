@@ -160,7 +160,6 @@ def _row(info: SnapshotInfo, holders: Sequence[TierListing], branch: str | None,
     epoch = "" if info.epoch is None else str(info.epoch)
     where = [" ".join(str(tier.number) for tier in holders)] if is_tiered else []
     where += [branch] if branch is not None else []
-    size = units.size(info.nbytes)
-    pin = pin_of(info.id, holders)
+    size, pin = units.size(info.nbytes), pin_of(info.id, holders)
     why = "; ".join(str(one) for one in (info.reason, info.partial, pin) if one)
     return info.id, f"{info.step:,}", epoch, age(info.created), size, *where, why, metrics(info.metrics)

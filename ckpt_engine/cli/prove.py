@@ -57,8 +57,7 @@ def command(
     config = options_of(root)
     run = open_run(root, config)
     recorded = recorded_behind(run)
-    found = [one for one in recorded if not snapshots or one.id == run.find(*snapshots)[0]]
-    if not found:
+    if not (found := [one for one in recorded if not snapshots or one.id == run.find(*snapshots)[0]]):
         where = f"snapshot {snapshots[0]}" if snapshots else "any snapshot"
         raise ResumeError(
             f"no steps are recorded after {where} of {config.root_url}",

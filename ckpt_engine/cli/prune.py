@@ -83,8 +83,7 @@ def _nested(rules: Sequence[str]) -> dict[str, Any]:
         section = keep
         *outer, name = path.split(".")
         for part in outer:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
+            if not isinstance((section := section.setdefault(part, {})), dict):
                 raise ConfigError(f"--keep {rule}: {part} has a value already")
         if name in section:
             raise ConfigError(f"--keep {rule}: {path} is given twice")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,24 @@ def snapshot_arguments(
     return lambda command: root(click.argument("snapshots", nargs=-1, metavar=metavar, callback=take)(command))
 
 
-def _keep(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-    pairs = value if parameter.name != "endpoint_url" else [f"endpoint_url={value}"] if value else []
-    for pair in pairs:
+def _pairs(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in values:
         name, equals, text = pair.partition("=")
         if not (name and equals):
             raise click.BadParameter(f"{pair!r} is not NAME=VALUE", ctx, parameter)
         try:
             # Digits stay a text: they may be a secret.
-            found = json.loads(text) if text[:1] in ("{", "[") or text in ("true", "false") else text
+            is_text = parameter.name != "override" and text[:1] not in ("{", "[") and text not in ("true", "false")
+            found[name] = text if is_text else json.loads(text)
         except ValueError as err:
             raise click.BadParameter(f"the value of {name} is no JSON: {err}", ctx, parameter) from err
-        ctx.meta.setdefault(_GIVEN, {})[name] = found
+    return found
+
+
+def _keep(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+    pairs = value if parameter.name != "endpoint_url" else [f"endpoint_url={value}"] if value else []
+    ctx.meta.setdefault(_GIVEN, {}).update(_pairs(ctx, parameter, pairs))
 
 
 def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +125,29 @@ def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Of S3: short for --storage-option endpoint_url=URL.",
     )
     return url(one(command))
+
+
+def resume_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a verb the section `resume`, as options or of a ckpt.yaml: the argument `section`, None without them."""
+
+    @click.option(
+        "--only", multiple=True, metavar="PATTERN", help="Take this and nothing else. Repeatable, as all of these."
+    )
+    @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave this out.")
+    @click.option("--map", multiple=True, metavar="OLD=NEW", callback=_pairs, help="Rename a component or a weight.")
+    @click.option(
+        "--override", multiple=True, metavar="NAME=VALUE", callback=_pairs, help="Set a value, given as JSON."
+    )
+    @click.option("--config", metavar="FILE", help="Take the section resume of a ckpt.yaml instead.")
+    @wraps(command)
+    def run(*arguments: Any, config: str | None, **options: Any) -> Any:
+        given = {name: value for name in ("only", "skip", "map", "override") if (value := options.pop(name))}
+        section = load_config(config or {"tiers": "."}, resume=given or None).resume if config or given else None
+        if isinstance(section, str):
+            raise ConfigError(f"{config} has no section resume", hint="give --only, --skip, --map or --override")
+        return command(*arguments, section=section, **options)
+
+    return run
 
 
 def options_of(root: str, **options: Any) -> Config:

@@ -153,8 +153,7 @@ def _print_components(manifest: Manifest) -> None:
 
 def _files(files: Sequence[DataFile]) -> list[tuple[str, str]]:
     """A row for each, and for the shares of many ranks the first ones and what the others come to."""
-    rows = [("file", f"{file.name} ({units.size(file.nbytes)})") for file in files]
-    if len(rows) <= SHOWN_FILES:
+    if len(rows := [("file", f"{file.name} ({units.size(file.nbytes)})") for file in files]) <= SHOWN_FILES:
         return rows
     rest = files[SHOWN_IDS:]
     smallest, largest = min(file.nbytes for file in rest), max(file.nbytes for file in rest)
@@ -176,17 +175,14 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
 
 
 def _stored(nbytes: int, written: int, referred: int) -> str:
-    text = f"{units.size(written)} written"
-    if not referred:
-        return text
     share = units.share(written / max(1, nbytes))
-    return f"{text} ({share} of its size), {units.size(referred)} in files of older snapshots"
+    more = f" ({share} of its size), {units.size(referred)} in files of older snapshots" if referred else ""
+    return f"{units.size(written)} written{more}"
 
 
 def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[str]:
     """The first levels of a part of the tree, a line each, long ones cut. Tied arrays count each time, bytes once."""
-    below = children(node)
-    arrays = list(array_leaves(node))
+    below, arrays = children(node), list(array_leaves(node))
     # Of a snapshot of some ranks only the tree is whole.
     there = (manifest.entries.get(name) for name in {leaf.entry for leaf in arrays if not leaf.own_nbytes})
     nbytes = sum(entry.nbytes for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in arrays)

@@ -105,8 +105,7 @@ def read_accelerate(folder: Path, advance: Advance) -> Imported:
     state[LOADERS] = _each(lambda i: there(numbered(LOADER, i)))
     if (scaler := there(SCALER)) is not None:
         state["scaler"] = scaler
-    recorded = there(STREAMS_FILE.format(0))
-    step = None
+    recorded, step = there(STREAMS_FILE.format(0)), None
     if isinstance(recorded, dict):
         step = _step(whole_number(recorded.get("step")), state)
         state[STREAMS] = recorded_streams(folder / STREAMS_FILE.format(0), recorded, _STREAMS)

@@ -68,8 +68,7 @@ def host(tensor: torch.Tensor, where: str) -> torch.Tensor:
     Raises:
         UnstorableLeafError: it has none; names it.
     """
-    problem = tensor_problem(tensor)
-    if problem:
+    if problem := tensor_problem(tensor):
         raise UnstorableLeafError(
             f"cannot store tensor at {where}: {problem}", hint="convert it to a dense tensor in the state you save"
         )
@@ -109,8 +108,7 @@ class Container:
 
     def blocks(self) -> list[Block]:
         """What the manifest says of each array, in the order of the file."""
-        at = len(self._header)
-        layouts = list[EntryLayout]()
+        at, layouts = len(self._header), list[EntryLayout]()
         for one, (name, code, _, nbytes) in zip(self._arrays, self._rows(), strict=True):
             shape = tuple(one.tensor.shape)
             whole = None if one.whole == shape else one.whole

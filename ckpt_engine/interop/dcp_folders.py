@@ -130,8 +130,7 @@ class _Reader:
             raise CorruptError(f"{name} in {self._folder} is larger than what is stored of it")
         out = torch.empty(item.size, dtype=item.properties.dtype)
         for chunk in item.chunks:
-            found = self.value(name, chunk.offsets)
-            if not isinstance(found, torch.Tensor) or found.shape != chunk.sizes:
+            if not isinstance((found := self.value(name, chunk.offsets)), torch.Tensor) or found.shape != chunk.sizes:
                 raise CorruptError(f"{name} in {self._folder} has a chunk of another form than described")
             part = out
             for axis, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
@@ -140,8 +139,7 @@ class _Reader:
         return out
 
     def _bytes(self, index: Any) -> bytes:
-        item = self._items[index]
-        if getattr(item, "transform_descriptors", None):
+        if getattr((item := self._items[index]), "transform_descriptors", None):
             raise MismatchError(
                 f"{self._folder} is stored with {', '.join(item.transform_descriptors)}",
                 hint="convert it with torch's own reader first (dcp_to_torch_save), then import that file",
@@ -149,8 +147,7 @@ class _Reader:
         file = self._folder / Path(item.relative_path).name  # names come from the file: not out of the folder
         try:
             with file.open("rb") as opened:
-                there = os.fstat(opened.fileno()).st_size
-                if not 0 <= item.offset <= item.offset + item.length <= there:
+                if not 0 <= item.offset <= item.offset + item.length <= os.fstat(opened.fileno()).st_size:
                     raise CorruptError(f"{file} is cut off: {item.length} bytes from {item.offset} on are not there")
                 self._left_bytes -= item.length
                 if self._left_bytes < 0:
@@ -223,11 +220,9 @@ def _mended(node: Any) -> Any:
     """What dcp loses: lists have become dicts of numbers, keys of dicts texts, and an empty `state` is left out."""
     if not isinstance(node, dict):
         return node
-    found = {key: _mended(child) for key, child in node.items()}
-    if found and all(isinstance(key, int) for key in found):
+    if (found := {key: _mended(child) for key, child in node.items()}) and all(isinstance(key, int) for key in found):
         return [found[key] for key in sorted(found)]
     if "param_groups" in found and "state" not in found:
         found = {"state": {}, **found}
-    if is_optimizer(found) and all(str(key).isdecimal() for key in found["state"]):
-        return {**found, "state": {int(key): value for key, value in found["state"].items()}}
-    return found
+    is_numbered = is_optimizer(found) and all(str(key).isdecimal() for key in found["state"])
+    return {**found, "state": {int(key): value for key, value in found["state"].items()}} if is_numbered else found

@@ -121,8 +121,7 @@ class CkptReader(NamedByStep, StorageReader):
             NoUsableSnapshotError, ResumeError: as `Engine.choose`.
         """
         where = [Repository(open_storage(tier.url, tier.for_storage())) for tier in self._config.tiers]
-        found = choose(where, self._step)
-        if found is None:
+        if (found := choose(where, self._step)) is None:
             raise StorageMissingError(f"no snapshot at {self._config.root_url}", hint="check the path")
         with suppress(CkptError):  # without it the next save begins a line of its own, and removes nothing of this one
             go_on(where[0], found.info)
@@ -142,8 +141,7 @@ class CkptReader(NamedByStep, StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raises RanksError if the ranks do not all see the same snapshot."""
-        found = {plan.storage_data for plan in plans}
-        if len(found) > 1:
+        if len(found := {plan.storage_data for plan in plans}) > 1:
             raise RanksError(
                 f"the ranks have found different snapshots: {', '.join(sorted(map(str, found)))}",
                 hint="name the step with checkpoint_id; all ranks need the same folder or bucket",
@@ -258,8 +256,7 @@ def outline_of(sources: Sources, manifest: Manifest, pickle_paths: Sequence[str]
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
     for name, found in flat.items():
-        stored = drawer.drawn.get(id(found))
-        if stored is None:
+        if (stored := drawer.drawn.get(id(found))) is None:
             metadata.state_dict_metadata[name] = BytesStorageMetadata()
             values[name] = found
             continue
@@ -297,8 +294,7 @@ class _Drawer(Rebuilder):
 
     def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         """Of a value: read now."""
-        name = node["entry"]
-        if name not in self._read:
+        if (name := node["entry"]) not in self._read:
             self._require(name, path)
             self._read[name] = read_entries(self._sources, self._manifest, [name])[name]
         return self._read[name]
@@ -306,8 +302,7 @@ class _Drawer(Rebuilder):
     def _draw(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         self._require(node["entry"], path)
         entry = self._manifest.entries[node["entry"]]
-        dtype = dtype_of(entry.dtype)
-        boxes = boxes_of(node, entry.shape)
+        dtype, boxes = dtype_of(entry.dtype), boxes_of(node, entry.shape)
         outline = torch.empty(entry.shape, dtype=dtype, device="meta")
         self._kept.append(outline)  # addresses must not be used again
         self.drawn[id(outline)] = StoredTensor(node["entry"], dtype, entry.shape, boxes)
@@ -325,8 +320,7 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
         ConfigError: it ends with none.
     """
     text = os.fspath(checkpoint_id)
-    found = _NUMBER.fullmatch(text)
-    if found is None:
+    if (found := _NUMBER.fullmatch(text)) is None:
         raise ConfigError(
             f"checkpoint_id {text!r} does not end with the number of a step",
             hint="give checkpoint_id=f'step-{step}'; the folder or bucket is what the writer or reader was made with",
@@ -340,8 +334,7 @@ def config_of(root: Root, options: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: an option that is wrong, or without a meaning here.
     """
-    config = load_config(root, **options)
-    if config.memory is not None:
+    if (config := load_config(root, **options)).memory is not None:
         raise ConfigError("torch.distributed.checkpoint has no memory tier", hint="name folders and buckets only")
     return config
 
@@ -425,8 +418,7 @@ def go_on(repository: Repository, info: SnapshotInfo) -> None:
     Raises:
         StorageError: nothing is known of what is newer.
     """
-    url = repository.storage.url
-    if url not in _lines or info.line.attempt != _lines[url].attempt:
+    if (url := repository.storage.url) not in _lines or info.line.attempt != _lines[url].attempt:
         newer = [one for one in repository.list() if one.seq > info.seq]
         _lines[url] = replace(_begun(), before=continued(info, newer, ()))
 

@@ -17,10 +17,7 @@ SCALER = "scaler.pt"
 
 def optional(folder: Path, advance: Advance, name: str) -> Any:
     """What a file of torch.save has; None: it is not there."""
-    file = folder / name
-    if not file.exists():
-        return None
-    return safe_load.load(file, advance).value
+    return safe_load.load(folder / name, advance).value if (folder / name).exists() else None
 
 
 def recorded_streams(file: Path, recorded: Any, keys: tuple[str, str, str, str]) -> rng.RngState:

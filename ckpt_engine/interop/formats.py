@@ -94,19 +94,16 @@ def read(path: Path, form: str | None, advance: Advance) -> Imported:
 
 def nbytes(path: Path) -> int:
     """Bytes that reading it takes, about."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
 def _folder_form(path: Path) -> str:
-    there = {child.name for child in path.iterdir()}
-    if names.RECORD in there:
+    if names.RECORD in (there := {child.name for child in path.iterdir()}):
         raise MismatchError(f"{path} is a run of ckpt-engine already", hint="`ckpt cp` copies it")
     if METADATA in there:
         return "dcp"
     sharded = [name for name in sorted(there) if name.startswith(("pytorch_model_fsdp", "optimizer_0", "mp_rank_"))]
-    inner = [name for name in sharded if (path / name / METADATA).exists()]
-    if inner:
+    if inner := [name for name in sharded if (path / name / METADATA).exists()]:
         raise MismatchError(
             f"{path} was sharded by FSDP: {', '.join(inner)}",
             hint=f"import its parts: ckpt import {path / inner[0]} ...",
@@ -135,5 +132,4 @@ def _file_form(path: Path) -> str:
     if not safe_load.is_zip(path):
         return "torch"  # of an old torch, or nothing: its reader tells
     state = safe_load.load(path, may_lose=lambda _: True).value
-    lightning = isinstance(state, dict) and torch_files.VERSION_KEY in state
-    return "lightning" if lightning else "torch"
+    return "lightning" if isinstance(state, dict) and torch_files.VERSION_KEY in state else "torch"

@@ -33,9 +33,8 @@ class Imported:
 
 def whole_number(value: Any) -> int | None:
     """A counter as a source stores it, or None if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 0:
-        return None
-    return int(value)
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1 and value >= 0
+    return int(value) if is_one else None
 
 
 def of_state(form: str, state: dict[Any, Any]) -> Imported:

@@ -101,8 +101,7 @@ def load(path: Path, advance: Advance | None = None, may_lose: MayLose | None = 
     try:
         with path.open("rb") as file:
             file.read(1)
-        zipped = is_zip(path)
-        if zipped:
+        if zipped := is_zip(path):
             require_stored(path, path.stat().st_size, str(path), advance)
         elif advance is not None:
             advance(path.stat().st_size)
@@ -159,8 +158,7 @@ def _load(file: Path | IO[bytes], *, mmap: bool, more: list[Any] | None = None) 
 
 def _second_look(path: Path, zipped: bool, error: Exception, may_lose: MayLose | None) -> Opened:
     if not zipped:
-        found = _GLOBAL.search(str(error))
-        if found and isinstance(error, pickle.UnpicklingError):
+        if (found := _GLOBAL.search(str(error))) and isinstance(error, pickle.UnpicklingError):
             raise _refused(path, {}, [found[1]]) from error
         raise _foreign(path, error) from error
     try:

@@ -76,8 +76,7 @@ def recognise(state: Any) -> StateParts:
         skipped.add("state_dict")
     nodes = [pair for key, node in state.items() if key not in skipped for pair in _nodes(node, str(key), _DEPTH)]
     models = {where: node for where, node in nodes if is_model(node)}
-    of_modules = {where: node for where, node in models.items() if hasattr(node, "_metadata")}
-    own = _own(state)
+    of_modules, own = {where: node for where, node in models.items() if hasattr(node, "_metadata")}, _own(state)
     trainer_state, files = _of_trainer(own)
     return StateParts(
         models=of_modules or models,
@@ -142,8 +141,7 @@ def _files(node: Any) -> dict[str, bytes]:
 
 def _own(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """What an adapter needs besides the components, packed or not."""
-    own = state.get(OWN_KEY)
-    if not isinstance(own, Mapping):
+    if not isinstance((own := state.get(OWN_KEY)), Mapping):
         return {}
     packed = own.get("packed")
     more = unpack(packed)[0] if isinstance(packed, torch.Tensor) else {}
@@ -152,8 +150,7 @@ def _own(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_trainer(own: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str, bytes]]:
     """The state and files of a transformers Trainer, as its adapter keeps them: texts of JSON files."""
-    around = own.get(SURROUNDINGS)
-    if not isinstance(around, Mapping):
+    if not isinstance((around := own.get(SURROUNDINGS)), Mapping):
         return None, {}
     state, files = around.get("state"), around.get(FILES)
     texts = {name: text.encode() for name, text in files.items()} if isinstance(files, Mapping) else {}

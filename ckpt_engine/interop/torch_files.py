@@ -42,8 +42,7 @@ def read_torch_file(path: Path, advance: Advance) -> Imported:
         UnstorableLeafError, ForeignError, StorageError: as `safe_load.load`.
     """
     value = load(path, advance).value
-    state = value if isinstance(value, dict) else {"state": value}
-    return of_state("torch", state)
+    return of_state("torch", (value if isinstance(value, dict) else {"state": value}))
 
 
 def require_lightning(manifest: Manifest) -> None:
@@ -52,8 +51,7 @@ def require_lightning(manifest: Manifest) -> None:
     Raises:
         MismatchError: the snapshot was not taken by the Lightning adapter.
     """
-    missing = [key for key in _NEEDED if key not in manifest.tree]
-    if missing:
+    if missing := [key for key in _NEEDED if key not in manifest.tree]:
         raise MismatchError(
             f"{manifest.info.id} is not of a Lightning run: it has no {' and no '.join(map(repr, missing))}",
             hint="--to torch exports its whole state, --to safetensors its tensors",
@@ -72,8 +70,7 @@ def read_lightning_file(path: Path, advance: Advance) -> Imported:
         StorageError: it cannot be read.
     """
     opened = load(path, advance, _is_hyper_parameter)
-    state = opened.value
-    if not isinstance(state, dict) or any(key not in state for key in _NEEDED):
+    if not isinstance((state := opened.value), dict) or any(key not in state for key in _NEEDED):
         raise ForeignError(f"{path} is not a Lightning checkpoint", hint="--as torch imports any file of torch.save")
     if not state.get("optimizer_states"):
         notes = ["it has weights only: fit(ckpt_path='auto') cannot resume from it"]

@@ -32,12 +32,11 @@ def check_transformers(state: Any, info: SnapshotInfo) -> None:
     Raises:
         MismatchError: it has no weights, several models, or no configuration of the model.
     """
-    parts = recognise(state)
-    if len(parts.models) != 1:
-        found = ", ".join(parts.models) or "none"
+    if len((parts := recognise(state)).models) != 1:
         raise MismatchError(
-            f"{info.id} cannot become a transformers checkpoint, which has one model; it has: {found}",
-            hint="--to accelerate exports several models, --to safetensors --component one of them",
+            f"{info.id} cannot become a transformers checkpoint, which has one model; it has: "
+            f"{', '.join(parts.models) or 'none'}",
+            hint="--to accelerate exports several models, --only one of them",
         )
     if CONFIG not in parts.files:
         raise MismatchError(

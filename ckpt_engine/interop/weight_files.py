@@ -58,8 +58,7 @@ def read(folder: Path, name: str, torch_name: str, advance: Advance) -> dict[str
         UnstorableLeafError, ForeignError: as `safe_load.load`.
     """
     for one, reader in ((name, _read_safetensors), (torch_name, _read_torch)):
-        files = _parts(folder, one)
-        if files:
+        if files := _parts(folder, one):
             return {key: value for file in files for key, value in reader(file, advance).items()}
     return None
 
@@ -67,8 +66,7 @@ def read(folder: Path, name: str, torch_name: str, advance: Advance) -> dict[str
 def _parts(folder: Path, name: str) -> list[Path]:
     if (folder / name).exists():
         return [folder / name]
-    index = folder / f"{name}.index.json"
-    if not index.exists():
+    if not (index := folder / f"{name}.index.json").exists():
         return []
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -93,7 +91,6 @@ def _read_safetensors(file: Path, advance: Advance) -> dict[str, Any]:
 
 
 def _read_torch(file: Path, advance: Advance) -> dict[str, Any]:
-    value = safe_load.load(file, advance).value
-    if not isinstance(value, dict):
+    if not isinstance((value := safe_load.load(file, advance).value), dict):
         raise CorruptError(f"{file} holds a {type(value).__name__} instead of weights by name")
     return value

@@ -40,6 +40,7 @@ from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.probe.recorder import NOTE
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
+from ckpt_engine.state.peft_adapters import note_of_adapters
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nothing stops it."""
@@ -382,7 +383,7 @@ class TrainingRun:
             engine, self.cadence, sinks, log, self.metrics.numbers, ends_with, losses=losses, rollbacks=rollbacks
         )
         self.metrics.outlook = self.stopping.watch.outlook
-        self._lazy = None if self.config.lazy == "off" else lazy
+        self._lazy, self._parts = None if self.config.lazy == "off" else lazy, parts
         self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
@@ -470,6 +471,7 @@ class TrainingRun:
             return None
         try:
             state, notes = instant.state(), {"trainer": self._trainer, **instant.notes()}
+            notes |= note_of_adapters(self._parts.modules, state) if self._parts.flat is None else {}
             if self._recorder is not None:
                 notes[NOTE] = self._recorder.note
             self.engine.times.waited("stall", time.perf_counter() - began)

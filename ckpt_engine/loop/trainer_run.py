@@ -81,7 +81,7 @@ class TrainerRun(TrainingRun):
         in_whole_steps: Callable[[int], int] = lambda batches: batches,
     ) -> None:
         require_alike(engine)
-        self._parts, self.uses_left = parts, False
+        self.uses_left = False
         has_rollback = engine.config.rollback is not None
         self.rollbacks = Rollbacks(engine, log, replicas, in_whole_steps) if has_rollback else None
         self.audit = Audit(engine.config.hidden, lambda: {**roots(), **roots_of_loaders(parts.loaders())}, log, skipped)

@@ -102,6 +102,10 @@ class Curves:
             lambda curve, found: curve.cut(found["marks"]) if found and found["place"] == curve.place() else "",
         )
 
+    def continues(self, notes: Mapping[str, Any]) -> bool:
+        """Whether a run that resumes from a snapshot with these notes continues its curves: a fork begins new ones."""
+        return bool((notes.get(NOTE) or {}).get("root", self._root_url) == self._root_url)
+
     @staticmethod
     def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
         """By the name of a logger, the id of the run that it continues after a snapshot with these notes."""

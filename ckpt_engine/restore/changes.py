@@ -23,10 +23,8 @@ from ckpt_engine.errors import MismatchError
 from ckpt_engine.observe.resume_report import ChangedPart
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
-from ckpt_engine.store.repository import FORKED
+from ckpt_engine.store.repository import CHANGED, FORKED
 
-NOTE = "resumed_with"
-"""The note of a snapshot whose line has changes: the digest of the section `resume` that was applied last."""
 _FROM = "from"
 OTHER_WAY = "resumed with changes"
 _KEPT = {"imported"}
@@ -58,7 +56,7 @@ def digest_of(section: object) -> str | None:
 
 def is_due(section: object, notes: Mapping[str, Any]) -> TypeGuard[ResumeChanges]:
     """Whether a section is to be applied to a snapshot with these notes: it was not the last one of its line."""
-    return isinstance(section, ResumeChanges) and digest_of(section) not in (None, notes.get(NOTE))
+    return isinstance(section, ResumeChanges) and digest_of(section) not in (None, notes.get(CHANGED))
 
 
 def restarts(section: object, notes: Mapping[str, Any]) -> bool:
@@ -256,7 +254,7 @@ UNCHANGED = Changes()
 
 def note_of(section: object) -> dict[str, Any]:
     """The note of the snapshots of a run that has this section; nothing without one."""
-    return {} if (found := digest_of(section)) is None else {NOTE: found}
+    return {} if (found := digest_of(section)) is None else {CHANGED: found}
 
 
 def planned(section: object, manifest: Manifest, state: Any) -> tuple[Changes, Manifest, dict[str, Any]]:
@@ -265,7 +263,7 @@ def planned(section: object, manifest: Manifest, state: Any) -> tuple[Changes, M
     If training begins at step 0, the notes of the manifest are those of no run.
     """
     notes = manifest.notes
-    line = {key: notes[key] for key in (NOTE, FORKED) if key in notes} | note_of(section)
+    line = {key: notes[key] for key in (CHANGED, FORKED) if key in notes} | note_of(section)
     if not is_due(section, notes):
         return UNCHANGED, manifest, line
     changes = Changes(section, state if isinstance(state, dict) else {})

@@ -38,7 +38,7 @@ from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
-from ckpt_engine.restore.changes import NOTE, UNCHANGED, note_of, planned
+from ckpt_engine.restore.changes import UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
     Candidate,
     ManifestCheck,
@@ -66,7 +66,7 @@ from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
-from ckpt_engine.store.repository import FORKED, Repository
+from ckpt_engine.store.repository import CHANGED, FORKED, Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
 from ckpt_engine.writer.primary_tier import let_finish
@@ -413,7 +413,7 @@ class Restorer:
                 restarts = self._begins_elsewhere
                 fork = note_of_fork(found.place, found.manifest) if restarts else {}
                 look = partial(before_of, found, self._listed_once, newest=step is None, back=back)
-                if self.line_note or fork or not {NOTE, FORKED}.isdisjoint(found.manifest.notes):
+                if self.line_note or fork or not {CHANGED, FORKED}.isdisjoint(found.manifest.notes):
                     self.changes, manifest, line = planned(self._config.resume, found.manifest, found.state)
                     found, self.line_note = replace(found, manifest=manifest), {**line, **fork}
                     restarts |= self.changes.restarts

@@ -23,6 +23,7 @@ from ckpt_engine.errors import (
     StorageExistsError,
     StorageMissingError,
 )
+from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
@@ -41,6 +42,8 @@ _Of = TypeVar("_Of")
 _FORK = {"url": str, "run": str, "snapshot": str, "step": int}
 FORKED = "forked_from"
 """The note of all snapshots of a run that was forked: its `ForkPoint`."""
+CHANGED = "resumed_with"
+"""The note of a snapshot whose line has changes: the digest of the section `resume` that was applied last."""
 FEW_FILES = 4
 """So many files are asked for one by one; more of them cost less in one listing of all."""
 
@@ -516,7 +519,7 @@ class Repository:
 
     def _refuse_foreign(self) -> None:
         for item in self.storage.list(""):
-            if not names.is_ours(item.name):
+            if not names.is_ours(item.name) and item.name != FILE_NAME:  # a run that begins from another has it first
                 raise ForeignError(
                     f"{self.storage.url} has files that are not of ckpt-engine, such as {item.name}",
                     hint=f"give the run a folder of its own, such as {self.storage.url}/ckpt",

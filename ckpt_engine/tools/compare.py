@@ -97,9 +97,8 @@ class LeafDifference:
                 f"the first at {list(self.index or ())}: {self.a} and {self.b}{most}"
                 f"{_not_finite('NaN', self.nan)}{_not_finite('Inf', self.inf)}{self._as_stored()}"
             )
-        if self.kind is DifferenceKind.MISSING:
-            return f"{self.path}: {self.b if self.a == _ABSENT else self.a}"
-        return f"{self.path}: {self.a} and {self.b}"
+        sides = {self.a, self.b} - {_ABSENT} if self.kind is DifferenceKind.MISSING else (self.a, self.b)
+        return f"{self.path}: {' and '.join(sides)}"
 
     def _as_stored(self) -> str:
         if self.stored is None or not self.nbytes or self.stored[1] >= self.nbytes:
@@ -167,8 +166,7 @@ class Comparison:
             yield from self._objects(json.loads(a), json.loads(b), path)
         else:
             self.compared += 1
-            found = _difference("/".join(path) or "(root)", a, b)
-            if found is not None:
+            if (found := _difference("/".join(path) or "(root)", a, b)) is not None:
                 yield found
 
     def _keyed(
@@ -207,8 +205,7 @@ class _Side:
         """The objects of one node."""
         require_written_out(node, self._manifest.entries)
         names = list(dict.fromkeys(entries_in(node)))
-        entries = self._views
-        if not entries.keys() >= set(names):
+        if not (entries := self._views).keys() >= set(names):
             entries = read_entries(self._sources, self._manifest, names)
             if isinstance(node, dict) and "view" in node:
                 self._views |= entries  # thousands of leaves may lie in it
@@ -259,8 +256,7 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> LeafDifference | Non
         return None
     size = flat_a.element_size()
     unequal = (flat_a.view(torch.uint8) != flat_b.view(torch.uint8)).view(-1, size).any(1)
-    count = int(unequal.sum())
-    if not count:
+    if not (count := int(unequal.sum())):
         return None
     first = int(unequal.nonzero()[0])
     index = tuple(int(i) for i in np.unravel_index(first, a.shape)) if a.dim() else ()

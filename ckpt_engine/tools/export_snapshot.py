@@ -17,7 +17,7 @@ from ckpt_engine.store.manifest import OWN_KEY, require_whole
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import require_written_out
 from ckpt_engine.tools.new_files import new_file, new_folder
-from ckpt_engine.tools.selection import as_dtype, select_all, select_component
+from ckpt_engine.tools.selection import as_dtype, select
 from ckpt_engine.tools.write_arrays import write_arrays
 
 MODELS = ("state_dict", "model")
@@ -60,8 +60,7 @@ def of_rank(snapshot: Candidate, rank: int) -> Candidate:
     Raises:
         ArgumentError: there is no such rank.
     """
-    size = snapshot.manifest.world_size
-    if rank >= size:
+    if rank >= (size := snapshot.manifest.world_size):
         there = "one process" if size == 1 else f"ranks 0 to {size - 1}"
         raise ArgumentError(f"there is no rank {rank}: {snapshot.info.id} was taken by {there}")
     if size == 1:
@@ -70,22 +69,21 @@ def of_rank(snapshot: Candidate, rank: int) -> Candidate:
     return replace(snapshot, manifest=snapshot.manifest.as_rank(rank), notes=(*snapshot.notes, note))
 
 
-def plan_safetensors(
-    snapshot: Candidate, out: Path, component: str | None, *, everything: bool, dtype: str | None
-) -> tuple[Exported, Write]:
+def plan_safetensors(snapshot: Candidate, out: Path, dtype: str | None, *, selected: bool) -> tuple[Exported, Write]:
     """What a file of safetensors gets, and what writes it.
 
     Args:
-        component: top-level key of the tensors; None: the first one of `MODELS` that there is.
-        everything: the tensors of all components.
         dtype: of wider floating-point numbers in the file.
+        selected: all that the snapshot has, by its path where that is more than one component; else the first one of
+            `MODELS` that it has.
 
     Raises:
         MismatchError: there are no such tensors, or two would get the same name.
     """
     manifest = snapshot.manifest
-    component = component or next((name for name in MODELS if name in manifest.tree), MODELS[0])
-    chosen = select_all(manifest) if everything else select_component(manifest, component)
+    model = next((name for name in MODELS if name in manifest.tree), MODELS[0])
+    alone = next(iter(manifest.tree)) if len(manifest.tree) == 1 else None
+    chosen = select(manifest, alone if selected else model)
     if dtype is not None:
         chosen = as_dtype(chosen, dtype)
     notes: dict[str, object] = {
@@ -99,11 +97,12 @@ def plan_safetensors(
             loss = write_arrays(sources, manifest, chosen, file, advance)
         return (loss.text(dtype),) if dtype is not None else ()
 
-    planned = _planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
-    return replace(planned, notes=tuple(note for note, concerned in notes.items() if concerned)), write
+    exported = planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
+    return replace(exported, notes=tuple(note for note, concerned in notes.items() if concerned)), write
 
 
-def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int) -> Exported:
+def planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int) -> Exported:
+    """What an export is to be, before it is written."""
     return Exported(snapshot.info.id, snapshot.sources[0].storage.url, str(out), form, arrays, nbytes, False)
 
 
@@ -119,7 +118,7 @@ def plan_state(snapshot: Candidate, out: Path, form: str) -> tuple[Exported, Wri
     keeps_own = form in ("accelerate", "transformers")
     tree = {key: node for key, node in manifest.tree.items() if keeps_own or key != OWN_KEY}
     names = snapshot_trees.entries_of(tree)
-    planned = _planned(snapshot, out, form, len(names), sum(manifest.entries[name].nbytes for name in names))
+    exported = planned(snapshot, out, form, len(names), sum(manifest.entries[name].nbytes for name in names))
     if form == "lightning":
         torch_files.require_lightning(manifest)
     if is_folder:
@@ -133,9 +132,9 @@ def plan_state(snapshot: Candidate, out: Path, form: str) -> tuple[Exported, Wri
         new: Callable[..., AbstractContextManager[Any]] = new_folder if is_folder else new_file
         with new(out, replace=force) as target, formats.fitting(form, info.id):
             notes += formats.WRITERS[form](state, info, target)
-        advance(planned.nbytes)
+        advance(exported.nbytes)
         if not is_folder and (refused := torch_files.why_not_weights_only(out)):
             notes += (f"torch.load needs weights_only=False: {refused}",)
         return notes
 
-    return planned, write
+    return exported, write

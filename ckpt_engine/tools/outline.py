@@ -55,8 +55,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 def leaves(node: Any) -> Iterator[Any]:
     """Every node at or below `node` that is no container."""
-    below = children(node)
-    if below is None:
+    if (below := children(node)) is None:
         yield node
     for _, child in below or ():
         yield from leaves(child)
@@ -67,14 +66,11 @@ def array_leaves(node: Any, path: TreePath = ()) -> Iterator[OutlineLeaf]:
     if isinstance(node, dict) and "$" in node and "entry" in node:
         yield OutlineLeaf(path, node)
         return
-    found = children(node)
-    if found is None and isinstance(node, dict):
+    if (found := children(node)) is None and isinstance(node, dict):
         found = [(key, child) for key, child in node.items() if isinstance(child, dict | list)]
     for key, child in found or ():
         yield from array_leaves(child, (*path, key))
 
 
 def _key(key: Any) -> str:
-    if isinstance(key, dict):
-        return str(key.get("v", key.get("name", key.get("items", key))))
-    return str(key)
+    return str(key.get("v", key.get("name", key.get("items", key)))) if isinstance(key, dict) else str(key)

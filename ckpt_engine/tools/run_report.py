@@ -18,6 +18,7 @@ from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store.branches import Branch
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
+from ckpt_engine.store.repository import CHANGED, ForkPoint
 from ckpt_engine.tools.check_run import Counting, all_ok, check_run
 from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches
 from ckpt_engine.tools.recorded_attempts import failure_of, history_of
@@ -101,6 +102,8 @@ class RunReport:
         unasked: tiers of the run that were not asked, as its writer knows them.
         measured: of the newest attempt, see `run_times.MEASURED`.
         best: of `keep.best`, the name of the metric and `min` or `max`; None: nothing says which snapshot is best.
+        fork: where the run was forked; None: it was not.
+        changed: the first snapshot of each process that resumed with changes.
     """
 
     root: str
@@ -117,6 +120,8 @@ class RunReport:
     unasked: tuple[TierStatus, ...] = ()
     measured: Mapping[str, float] = field(default_factory=dict)
     best: tuple[str, str] | None = None
+    fork: ForkPoint | None = None
+    changed: tuple[SnapshotInfo, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What `print_json` takes."""
@@ -134,6 +139,8 @@ class RunReport:
             "budget": self.measured.get("budget"),
             "unasked": self.unasked,
             "best": self.best,
+            "fork": self.fork,
+            "changed": self.changed,
             "verified": self.verified,
             "problems": self.problems,
             "resume": self.resume,
@@ -180,6 +187,20 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
         unasked=tuple(one for one in (status.tiers if status is not None else ()) if one.url not in run.tiers),
         measured=history.rows[-1].times if history.rows else {},
         best=(config.keep.best.monitor, config.keep.best.mode) if config.keep.best is not None else None,
+        fork=run.fork,
+        changed=_changed(run, infos),
+    )
+
+
+def _changed(run: Run, infos: Sequence[SnapshotInfo]) -> tuple[SnapshotInfo, ...]:
+    """The first snapshot of each attempt whose section `resume` is not that of the attempt that it continues."""
+    firsts = {info.line.attempt: info for info in reversed(infos)}
+    sections = {attempt: run.notes(info.id).get(CHANGED) for attempt, info in firsts.items()}
+    return tuple(
+        info
+        for info in infos
+        if firsts[info.line.attempt] is info
+        and sections[info.line.attempt] not in (None, sections.get(next(iter(info.line.before), ("",))[0]))
     )
 
 
@@ -202,8 +223,7 @@ def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]
         end = math.inf if following is None else following.began
         parent = parse_id(next((info.parent or "" for info in infos if one.began <= info.created < end), ""))
         resumed.append(one.resumed_at if one.resumed_at >= 0 else None if parent is None else parent.step)
-    lives = []
-    spent = history.before
+    lives, spent = [], history.before
     for number, (one, following) in enumerate(zip_longest(history.rows, history.rows[1:])):
         was, spent = spent.parts, after(spent, one, following)
         step = one.step if one.step >= 0 else None

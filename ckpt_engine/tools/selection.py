@@ -5,7 +5,7 @@ Tied tensors are stored once, as `safetensors.torch.save_model` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -68,6 +68,16 @@ class Selection:
         """Arrays whose dtype safetensors lacks; they are stored as bytes."""
         return tuple(array.name for array in self.arrays if array.dtype not in container.DTYPES)
 
+    def named(self, names: Mapping[str, str]) -> Selection:
+        """Some of its arrays, each by a name in the file and its name here.
+
+        Raises:
+            KeyError: it lacks one of them.
+        """
+        known = {array.name: array for array in self.arrays}
+        found = [replace(known[self.tied.get(name, name)], name=new) for new, name in names.items()]
+        return Selection(_aligned(found), {}, 0)
+
 
 def as_dtype(selection: Selection, target: str) -> Selection:
     """The selection with its wider floating-point numbers in the format `target`."""
@@ -83,31 +93,19 @@ def item_bytes(dtype: str) -> int:
     return container.item_bytes(dtype) or 1
 
 
-def select_component(manifest: Manifest, component: str) -> Selection:
-    """The arrays of one component, named by their keys below it, joined by ".".
+def select(manifest: Manifest, component: str | None = None) -> Selection:
+    """The arrays of one component, named by their keys below it, joined by "."; or all, by their paths, joined by "/".
 
     Raises:
         MismatchError: there is no such component, it has no arrays, or two arrays would get the same name.
     """
-    if component not in manifest.tree:
-        names = ", ".join(name or "(the whole state)" for name in manifest.tree)
+    if component is not None and component not in manifest.tree:
         raise MismatchError(
-            f"{manifest.info.id} has no component {component!r}; it has: {names}",
-            hint="name one with --component, or take everything with --all",
+            f"{manifest.info.id} has no component {component!r}; it has: "
+            f"{', '.join(name or '(the whole state)' for name in manifest.tree)}",
+            hint="name one with --only, or take everything with --only '*'",
         )
-    return _select(manifest, manifest.tree[component], lambda leaf: ".".join(leaf.path))
-
-
-def select_all(manifest: Manifest) -> Selection:
-    """Every array of the state, named by its path, joined by "/".
-
-    Raises:
-        MismatchError: as `select_component`.
-    """
-    return _select(manifest, dict(manifest.tree), lambda leaf: "/".join(leaf.path))
-
-
-def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]) -> Selection:
+    node, joint = (dict(manifest.tree), "/") if component is None else (manifest.tree[component], ".")
     require_written_out(node, manifest.entries)
     stored: dict[tuple[str, str], ExportedArray] = {}
     tied: dict[str, str] = {}
@@ -115,12 +113,10 @@ def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]
     for leaf in array_leaves(node):
         if leaf.node["$"] not in _ARRAY_KINDS:
             continue
-        array = _array(manifest, leaf, name_of(leaf))
-        if array.name in taken or array.name == "__metadata__":
+        if (array := _array(manifest, leaf, joint.join(leaf.path))).name in taken or array.name == "__metadata__":
             raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
         taken.add(array.name)
-        same = stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)
-        if same is not array:
+        if (same := stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)) is not array:
             tied[array.name] = same.name
     if not stored:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
@@ -135,8 +131,7 @@ def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
 
 def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
     entry = manifest.entries[leaf.entry]
-    view = leaf.node.get("view")
-    if view is None:
+    if (view := leaf.node.get("view")) is None:
         boxes = boxes_of(leaf.node, entry.shape)
         return ExportedArray(name, entry.dtype, entry.shape, leaf.entry, None, boxes if len(boxes) > 1 else ())
     return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf.entry, view)

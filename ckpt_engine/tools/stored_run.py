@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import CkptError, ForeignError, StorageMissingError
@@ -59,13 +60,17 @@ class Run:
         """Which run it is, by the nearest place that has its record; None: none has."""
         return next((record for place in self.places if (record := place.record()) is not None), None)
 
+    def notes(self, wanted: str = LATEST) -> Mapping[str, Any]:
+        """The notes of a snapshot, as of `find`; none where it cannot be read."""
+        with suppress(CkptError):
+            snapshot, (place, *_) = self.find(wanted)
+            return place.read(snapshot).notes
+        return {}
+
     @property
     def fork(self) -> ForkPoint | None:
         """Where it was forked, as its newest snapshot has it; None: it was not, or that cannot be read."""
-        for parsed, (place, *_) in [*self.holders.items()][-1:]:
-            with suppress(CkptError):
-                return fork_of(place.read(parsed.id).notes)
-        return None
+        return fork_of(self.notes())
 
     def find(self, wanted: str = LATEST) -> tuple[str, tuple[Repository, ...]]:
         """The snapshot that `wanted` names, an id, the start of one, a step or `latest`, and the places that have it.
@@ -75,8 +80,7 @@ class Run:
         Raises:
             StorageMissingError: none, or more than one, of that name.
         """
-        ids = list(self.holders)
-        step = _STEP.fullmatch(wanted)
+        ids, step = list(self.holders), _STEP.fullmatch(wanted)
         of_step = [parsed for parsed in ids if step and parsed.step == int(step[1])]
         starting = [parsed for parsed in ids if wanted and parsed.id.startswith(wanted)]
         if found := ids[-1:] if wanted == LATEST else of_step[-1:] or starting[: len(starting) == 1]:
@@ -160,8 +164,7 @@ def runs_below(root: str) -> list[Path]:
 
 
 def _where_else(root: str) -> str:
-    above = [folder for folder in Path(root).expanduser().resolve().parents[:2] if (folder / RECORD).is_file()]
-    if above:
+    if above := [folder for folder in Path(root).expanduser().resolve().parents[:2] if (folder / RECORD).is_file()]:
         return f"it belongs to a run: `ckpt ls {above[0]}`"
     folder, mark, _ = root.rpartition("#")
     if mark:

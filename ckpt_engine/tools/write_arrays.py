@@ -65,8 +65,10 @@ def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Itera
             decoder.read(array.entry, start, piece, memoryview(block))
         except CorruptError as err:
             file = manifest.files[piece.file].name
-            hint = "`ckpt verify` shows which snapshots are whole"
-            raise CorruptError(f"{array.entry!r} in {file} is not what was written", hint=hint) from err
+            raise CorruptError(
+                f"{array.entry!r} in {file} is not what was written",
+                hint="`ckpt verify` shows which snapshots are whole",
+            ) from err
         yield block
 
 

@@ -107,10 +107,10 @@ def test_other_components_and_all_of_them(ckpt: Ckpt, tmp_path: Path) -> None:
     result = ckpt("export", root, tmp_path / "a", "--to", "safetensors")
     assert (result.code, (tmp_path / "a").exists()) == (2, False)
     assert "has no component 'state_dict'; it has: net, opt, np" in result.err
-    result = ckpt("export", root, tmp_path / "b", "--to", "safetensors", "--component", "net")
+    result = ckpt("export", root, tmp_path / "b", "--to", "safetensors", "--only", "net")
     assert "1 value that are no tensors left out" in result.out
     assert list(load_file(tmp_path / "b")) == ["enc.w"]
-    ckpt("export", root, tmp_path / "c", "--to", "safetensors", "--all")
+    ckpt("export", root, tmp_path / "c", "--to", "safetensors", "--only", "*")
     loaded = load_file(tmp_path / "c")
     assert set(loaded) == {"net/enc/w", "opt/0", "np"}
     assert loaded["np"].tolist() == [0, 1, 2, 3]
@@ -241,9 +241,8 @@ def test_a_name_that_says_no_format_needs_one(ckpt: Ckpt, run_folder: Any, name:
         ("a", "b", "c", "--to", "safetensors"),
         ("out",),
         ("out", "--to", "onnx"),
-        ("out", "--to", "lightning", "--all"),
         ("out", "--to", "torch", "--dtype", "float16"),
-        ("out", "--to", "safetensors", "--all", "--component", "x"),
+        ("out", "--to", "safetensors", "--map", "model"),
     ],
 )
 def test_wrong_usage(ckpt: Ckpt, run_folder: Any, arguments: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import CLOSED, FAILED
 from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
 from ckpt_engine.store.manifest import Line
@@ -218,3 +219,23 @@ def test_an_older_record_is_read(ckpt: Ckpt, killed: Path, tmp_path: Path) -> No
     ckpt("report", killed, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "not known: nothing is recorded of it" in text and "overhead of snapshots" not in text
+
+
+def test_where_a_run_begins_is_shown(ckpt: Ckpt, tmp_path: Path) -> None:
+    """The snapshot of another run that it was forked from, and each resume that changed something, once."""
+    with Checkpointer(tmp_path / "base", writer="thread") as checkpointer:
+        checkpointer.save({"rate": 0.1}, step=5).wait(60)
+    section = {"from": f"{tmp_path / 'base'}#5", "override": {"rate": 0.2}}
+    for resume, step in ((section, 6), (section, 7), ({"override": {"rate": 0.3}}, 8)):
+        with Checkpointer(tmp_path / "run", writer="thread", resume=resume, keep={"last": 9}) as checkpointer:
+            checkpointer.save(checkpointer.load(), step=step).wait(60)
+    report = ckpt("report", tmp_path / "run", "--json").json
+    assert (report["fork"]["step"], report["fork"]["url"]) == (5, f"file://{tmp_path / 'base'}")
+    assert [one["step"] for one in report["changed"]] == [6, 8]
+    assert ckpt("report", tmp_path / "run", "--html", tmp_path / "page.html").code == 0
+    text = tmp_path.joinpath("page.html").read_text()
+    assert re.search(r"Forked from \S+base#5", text)
+    assert len(re.findall(r"resumed with changes", text)) == 1
+    assert re.search(r"resumed with changes: <b>step 6</b>.*<b>step 8</b>", text)
+    plain = ckpt("report", tmp_path / "base", "--json").json
+    assert (plain["fork"], plain["changed"]) == (None, [])

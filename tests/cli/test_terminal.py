@@ -105,7 +105,7 @@ plan --failures llama3 --days 0.1
 plan --failures much
 export ROOT OUT --to safetensors
 export ROOT OUT
-export ROOT OUT --to safetensors --component nothing
+export ROOT OUT --to safetensors --only nothing
 export ROOT ROOT --to safetensors
 export ROOT OUT --to lightning --dtype float16
 export NONE OUT --to torch

@@ -197,9 +197,7 @@ def test_export_of_what_is_left_of_a_file(ckpt: Ckpt, run_folder: Any, arrays: A
     done = ckpt("export", run_folder.path, tmp_path / "w.safetensors", "--to", "safetensors")
     assert done.code == 0 and "not whole: " in done.out
     assert (load_file(tmp_path / "w.safetensors")["layer.bias"] == arrays["state_dict/layer.bias"]).all()
-    lost = ckpt(
-        "export", run_folder.path, tmp_path / "o.safetensors", "--to", "safetensors", "--component", "optimizer"
-    )
+    lost = ckpt("export", run_folder.path, tmp_path / "o.safetensors", "--to", "safetensors", "--only", "optimizer")
     assert lost.code == 2 and "[CKPT401]" in lost.err
     assert not (tmp_path / "o.safetensors").exists()
 

@@ -121,7 +121,7 @@ def test_a_copy_has_everything_the_snapshot_needs(tmp_path: Path, ckpt: Callable
     found = load([Repository(far)])
     assert found is not None and same(found.state, state(2))
     out = tmp_path / "weights.safetensors"
-    done = ckpt("export", tmp_path / "far", out, "--to", "safetensors", "--component", "model")
+    done = ckpt("export", tmp_path / "far", out, "--to", "safetensors", "--only", "model")
     assert done.code == 0, done.err
     exported = load_file(out)
     for name, tensor in state(2)["model"].items():

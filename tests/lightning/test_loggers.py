@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+import yaml
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from lightning_ckpt.compat_data import curves_of
+from tests.lightning import log_script
 from tests.lightning.log_script import READERS, logger_of, run
 from tests.support.curves import Curve, kills, need, wait_for_a_snapshot
 from tests.support.trainers import ForkServer, log, signal_after, wait_for_entries
@@ -133,3 +135,42 @@ def test_the_private_names_of_a_logger_are_there(kind: str, names: list[str], tm
     need(NEEDS[kind])
     logger = logger_of(kind, str(tmp_path), None)
     assert [name for name in names if not hasattr(logger, name)] == []
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
+def test_a_fork_begins_a_curve_of_its_own(kind: str, tmp_path: Path) -> None:
+    """It names its parent among the hyper-parameters, and its later starts continue that curve, not the parent's."""
+    need(NEEDS[kind])
+    run(job_of(kind, tmp_path, "parent", epochs=1))
+    before = {path: path.read_bytes() for path in (tmp_path / "logs").rglob("*") if path.is_file()}
+    fork = {"root": str(tmp_path / "fork"), "options": {"resume": {"from": f"{tmp_path / 'run'}#4"}}}
+    for epochs in (2, 3):
+        run(job_of(kind, tmp_path, f"fork{epochs}", epochs=epochs, **fork))
+    assert {path: path.read_bytes() for path in before} == before
+    (folder,) = {path.parent for path in (tmp_path / "logs").rglob("*") if path.is_file()} - {p.parent for p in before}
+    hparams = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert (hparams["width"], hparams["forked_from"].rpartition(" ")[0]) == (8, f"file://{tmp_path / 'run'}#4")
+    steps = [step for tag, step, _ in READERS[kind](folder) if tag == "loss_step"]
+    assert steps == list(range(4, 4 + len(steps)))
+
+
+@pytest.mark.slow
+def test_a_fork_is_a_run_of_its_own_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the script asks W&B to fork its run: at the first start alone, later ones continue the new run."""
+    need("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    made = list[Any]()
+
+    def logger_with(*_: Any) -> WandbLogger:
+        made.append(WandbLogger(save_dir=str(tmp_path), offline=True, resume=None, fork_from="parent?_step=4"))
+        return made[-1]
+
+    run(job_of("wandb", tmp_path, "parent", epochs=1))
+    monkeypatch.setattr(log_script, "logger_of", logger_with)
+    fork = {"root": str(tmp_path / "fork"), "options": {"resume": {"from": f"{tmp_path / 'run'}#4"}}}
+    for epochs in (2, 3):
+        run(job_of("wandb", tmp_path, f"fork{epochs}", epochs=epochs, **fork))
+        made[-1].experiment.finish()
+    first, second = made
+    assert first.version == second.version
+    assert first.experiment.config["forked_from"].startswith(f"file://{tmp_path / 'run'}#4")

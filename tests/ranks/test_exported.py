@@ -62,7 +62,7 @@ def test_weights_are_merged(run: Path, tmp_path: Path, ckpt: Ckpt) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_all_tensors_are_those_of_one_rank(run: Path, tmp_path: Path, ckpt: Ckpt, rank: int) -> None:
     """The others' own components are no weights; any rank's can be had."""
-    said = ckpt("export", run, tmp_path / "all.safetensors", "--to", "safetensors", "--all", "--rank", rank)
+    said = ckpt("export", run, tmp_path / "all.safetensors", "--to", "safetensors", "--only", "*", "--rank", rank)
     found = load_file(tmp_path / "all.safetensors")
     assert set(found) == {"state_dict/weight", "state_dict/bias", "optimizer/state/0/mean", "own/stream"}
     assert torch.equal(found["own/stream"], torch.full((50,), rank))

@@ -356,13 +356,13 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         "`ckpt export --help`",
     ),
     "a part is misspelt": (
-        ckpt("export {run} out --to safetensors --component modle"),
-        "no component 'modle'",
-        "00000002-s",
-        "it has: model, optimizer",
+        ckpt("export {run} out --to safetensors --only modle"),
+        "resume.only: 'modle'",
+        "in the snapshot",
+        "similar names: model",
     ),
     "a file that is there": (
-        existing("out", "export {run} out --to safetensors --component model"),
+        existing("out", "export {run} out --to safetensors --only model"),
         "exists already",
         "out",
         "--force",

@@ -163,7 +163,7 @@ def test_commands_show_the_leaves_of_a_packed_component(tmp_path: Path) -> None:
     assert "layers.9.weight" in differences and "layers.8.weight" not in differences
     ckpt("verify", root)
     ckpt("cp", root, copy)
-    ckpt("export", copy, file, "--to", "safetensors", "--component", "model")
+    ckpt("export", copy, file, "--to", "safetensors", "--only", "model")
     assert same(dict(sorted(load_file(file).items())), dict(sorted(second["model"].items())))
 
 

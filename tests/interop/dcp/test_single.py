@@ -98,7 +98,7 @@ def test_the_commands_know_what_dcp_has_saved(tmp_path: Path, capsys: pytest.Cap
     for command in (["ls", str(root)], ["verify", str(root)], ["show", str(root)]):
         run_command(*command)
     out = tmp_path / "out.safetensors"
-    run_command("export", str(root), str(out), "--to", "safetensors", "--component", "model")
+    run_command("export", str(root), str(out), "--to", "safetensors", "--only", "model")
     exported, wanted = load_file(out), trained(2)["model"]
     equal({name: exported[name] for name in wanted}, dict(wanted))
     assert "ok" in capsys.readouterr().out

@@ -9,7 +9,8 @@ tail     the bytes after the last whole word
 ```
 
 All numbers are little endian. The last block is shorter. Kinds: 0 as it is, 1 one zstd frame, 2 zeros, 3 this plane and
-the next one as 16-bit numbers whose sign is not moved, 4 stored with the plane before.
+the next one as 16-bit numbers whose sign is not moved, 4 stored with the plane before, 5 the whole block as in
+changed_words.py (the version is 2 if there is one).
 
 Numbers as words of bits, and words as byte planes: which width a dtype has, cutting and joining.
 
@@ -32,6 +33,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ckpt_engine.errors import NewerFormatError
+from ckpt_engine.store.codecs.changed_words import decode_changed, encode_changed
 from ckpt_engine.store.codecs.codec import damaged
 from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, compress, decompress_into
 
@@ -59,7 +61,7 @@ WriteWords = Callable[[int, int, Words], None]
 """Takes words [start, stop) that were decoded; they are overwritten afterwards."""
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
-_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
+_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS, _CHANGED = range(6)
 _SETTINGS = {
     "strategy": 1,
     "min_match": 7,
@@ -214,7 +216,7 @@ class PlanesHeader:
     """What stored bytes say of themselves.
 
     Args:
-        magic: of the codec; its last byte is the version, as a digit.
+        magic: of the codec; its last byte is the version, as a digit: when read, the latest that is known.
         width: bytes of a word.
         moved: whether the sign was moved behind the exponent.
         nbytes: decoded bytes.
@@ -245,7 +247,7 @@ class PlanesHeader:
         found, width, moved, zero, block_words, zero2, raw, digest = _HEADER.unpack_from(stored)
         if found[:3] == magic[:3] and found[3] > magic[3]:
             raise NewerFormatError(f"a piece is encoded with a later version of {codec!r}")
-        good = found == magic and width in WIDTHS and moved <= 1 and zero == zero2 == 0
+        good = found[:3] == magic[:3] and found[3] >= ord("1") and width in WIDTHS and moved <= 1 and zero == zero2 == 0
         if not good or not 1 <= block_words <= BLOCK_WORDS:
             raise damaged(codec, "its header makes no sense")
         if raw != nbytes:
@@ -294,21 +296,30 @@ class PlaneEncoder:
         self._out[self._end : end] = 0
         self._end = end
 
-    def encode(self, source: ReadWords, tail: memoryview) -> memoryview:
-        """All blocks and the tail; the stored bytes."""
+    def encode(self, source: ReadWords, tail: memoryview, base: Words | None = None) -> memoryview:
+        """All blocks and the tail; the stored bytes.
+
+        Args:
+            base: what the words are folded differences to. None: blocks are planes.
+        """
         count = self._header.nbytes // self._header.width
         for start in range(0, count, self._header.block_words):
-            self._block(source(start, min(count, start + self._header.block_words)))
+            words = source(start, min(count, start + self._header.block_words))
+            self._block(words, encode_changed(words, base[start : start + words.size]) if base is not None else None)
         self.put(tail)
         return memoryview(self._out)[: self._end]  # type: ignore[arg-type]
 
-    def _block(self, words: Words) -> None:
+    def _block(self, words: Words, changed: bytes | None) -> None:
         width = self._header.width
         table_at = self._end
         self._end += 4 * width
         self._pad()
         table = [0] * width
-        if width == 1:
+        if changed is not None:
+            self._out[3] = ord("2")
+            table[0] = _CHANGED << 28 | self.put(changed)
+            self._pad()
+        elif width == 1:
             table[0] = self._plane(0, words)
         else:
             for number in range(width // 2):
@@ -364,10 +375,19 @@ class PlaneDecoder:
 
     Args:
         position: where the first block begins in `stored`.
+        base: what the words are folded differences to; None: of those there are none.
     """
 
-    def __init__(self, codec: str, header: PlanesHeader, stored: memoryview, position: int = HEADER_BYTES) -> None:
+    def __init__(
+        self,
+        codec: str,
+        header: PlanesHeader,
+        stored: memoryview,
+        position: int = HEADER_BYTES,
+        base: Words | None = None,
+    ) -> None:
         self._codec = codec
+        self._base = base
         self._header = header
         self._stored = np.frombuffer(stored, np.uint8)
         self._at = -(-position // 8) * 8
@@ -377,14 +397,14 @@ class PlaneDecoder:
         """All blocks through scratch memory to `sink`, then the tail; nothing may be left over."""
         for start, stop in self._blocks():
             words = self._scratch.words(self._header.width, 3, stop - start)
-            self._block(words)
+            self._block(words, start)
             sink(start, stop, words)
         self._finish(tail)
 
     def decode_into(self, out: Words, tail: memoryview) -> None:
         """All blocks into `out`, then the tail; nothing may be left over."""
         for start, stop in self._blocks():
-            self._block(out[start:stop])
+            self._block(out[start:stop], start)
         self._finish(tail)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
@@ -408,10 +428,15 @@ class PlaneDecoder:
     def _skip_padding(self) -> None:
         self._take(-self._at % 8, "padding")
 
-    def _block(self, out: Words) -> None:
+    def _block(self, out: Words, start: int) -> None:
         width, count = self._header.width, out.size
         table = struct.unpack(f"<{width}I", self._take(4 * width, "a table of planes").tobytes())
         self._skip_padding()
+        if table[0] >> 28 == _CHANGED and self._base is not None:
+            stored = self._take(table[0] & 0xFFFFFFF, "a block")
+            decode_changed(self._codec, stored, self._base[start : start + count], out)
+            self._skip_padding()
+            return
         if width == 1:
             plane = self._plane(table[0], count, _LOW)
             out[:] = 0 if plane is None else plane

@@ -180,15 +180,13 @@ class _Follower:
     def _keep(self, manifest: Manifest, names: Set[str], read: Mapping[str, torch.Tensor]) -> None:
         """Keep the bytes of the followed entries where they are stored encoded: the next ones may be differences."""
         pieces = [(name, *placed) for name in names for placed in manifest.entries[name].placed()]
-        known = {piece.content_digest for _, _, piece in pieces} - {None}
-        if all(piece.codec == RAW for _, _, piece in pieces):
-            known.clear()
-        kept = {one: data for one, data in self._bases.items() if one in known}
-        for name, start, piece in pieces:
-            if name in read and piece.content_digest in known:
-                data = memoryview(flat_bytes(read[name]))  # type: ignore[arg-type]
-                kept[piece.content_digest] = data[start : start + piece.raw_nbytes]
-        self._bases = kept
+        data = {name: memoryview(flat_bytes(one)) for name, one in read.items()}  # type: ignore[arg-type]
+        is_encoded = any(piece.codec != RAW for _, _, piece in pieces)
+        self._bases = {
+            one: data[name][start : start + piece.raw_nbytes] if name in data else self._bases[one]
+            for name, start, piece in pieces
+            if is_encoded and (one := piece.content_digest) and (name in data or one in self._bases)
+        }
 
     def _nodes(self, manifest: Manifest) -> dict[str, Mapping[str, Any]]:
         """The tensors that are followed, by the names that they are given."""

@@ -434,9 +434,7 @@ def batches(manifest: Manifest, together: Sequence[list[Move]], known: KnownByte
     batch, deltas, nbytes = Batch(), list[Piece](), 0
     for mates in together:
         chains = [chain_of(manifest, move.entry, move.start, move.piece) for move in mates]
-        more = [
-            one for chain in chains for one in takewhile(lambda one: one.content_digest not in known, chain[:-1])
-        ]
+        more = [one for chain in chains for one in takewhile(lambda one: one.content_digest not in known, chain[:-1])]
         more_bytes = sum(piece.nbytes for piece in more)
         if batch.moves and nbytes + more_bytes > BATCH_BYTES:
             batch.plan(deltas)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -77,65 +77,42 @@ def decode_changed(codec: str, stored: Flags, base: Array, out: Array) -> None:
     """Fill `out` with the folded differences to `base`.
 
     Raises:
-        CorruptError: a length in `stored` is not what it should be.
+        CorruptError: `stored` has other lengths than it says, or changes words that are not there.
     """
-    if stored.size > out.nbytes:
-        raise damaged(codec, f"{stored.size} bytes of changed words where there are {out.nbytes} bytes of words")
-    data = _Part(codec, stored)
-    classes, zero, escapes, rest_nbytes = _HEAD.unpack(data.take(_HEAD.size))
-    bounds, ks, counts = zip(*_CLASS.iter_unpack(data.take(_CLASS.size * max(1, classes))), strict=True)
-    if not 1 <= classes <= len(_SHARES) + 1 or zero or max(ks) > _MOST_K:
-        raise damaged(codec, "its classes of words make no sense")
-    escaped = _Part(codec, data.take(escapes * out.itemsize).view(out.dtype))
-    ones = np.flatnonzero(np.unpackbits(data.take(rest_nbytes)).view(np.bool_))
-    rests = _Part(codec, np.diff(ones, prepend=-1) - 1)
-    bits = _Part(codec, np.unpackbits(stored[data.at :]))
+    wrong = partial(damaged, codec, "the lengths of its changed words do not fit")
+    if not _HEAD.size <= stored.size <= out.nbytes:
+        raise wrong()
+    classes, zero, escapes, rest_nbytes = _HEAD.unpack(stored[: _HEAD.size].tobytes())
+    ends = np.cumsum([_HEAD.size, classes * _CLASS.size, escapes * out.itemsize, rest_nbytes])
+    if zero or not 1 <= classes <= len(_SHARES) + 1 or ends[-1] > stored.size:
+        raise wrong()
+    _, table, left, unary, low = np.split(stored, ends)
+    bounds, ks, counts = zip(*_CLASS.iter_unpack(table.tobytes()), strict=True)
+    places = _places(base, bounds)
+    runs = [
+        run
+        for place, k, count in zip(places, ks, counts, strict=True)
+        for run in ((count, _k_of_gaps(place, count), count), (count, k or 1, count * (k > 0)))
+    ]
+    bits, ones = np.unpackbits(low), np.flatnonzero(np.unpackbits(unary).view(np.bool_))
+    bit_ends, rest_ends = np.cumsum([(count * k, rests) for count, k, rests in runs], axis=0).T
+    do_fit = 0 <= bits.size - bit_ends[-1] < 8 and ones.size == rest_ends[-1]
+    if max(ks) > _MOST_K or sum(counts) > out.size or not do_fit:
+        raise wrong()
+    lows, rests = np.split(bits, bit_ends), np.split(np.diff(ones, prepend=-1) - 1, rest_ends)
+    rests = [rest if rest.size else np.zeros(count, np.int64) for rest, (count, *_) in zip(rests, runs, strict=False)]
+    found = [_numbers(low, n, k) | rest << k for low, rest, (n, k, _) in zip(lows, rests, runs, strict=False)]
+    ranks = [np.cumsum(gaps + 1) - 1 for gaps in found[::2]]
+    numbers, far = np.concatenate(found[1::2]), np.concatenate(rests[1::2]) == _ESCAPED
+    is_outside = any(one.size and one[-1] >= place.size for one, place in zip(ranks, places, strict=True))
+    if is_outside or np.count_nonzero(far) != escapes:
+        raise wrong()
+    numbers[far] = left.view(out.dtype)
     out.fill(0)
-    for place, k, count in zip(_places(base, bounds), ks, counts, strict=True):
-        gaps_k = _k_of_gaps(place, count)
-        ranks = np.cumsum(_numbers(bits, count, gaps_k) + (rests.take(count) << gaps_k) + 1) - 1
-        if count and ranks[-1] >= place.size:
-            raise damaged(codec, f"it changes word {ranks[-1]} of {place.size}")
-        numbers = _numbers(bits, count, k or 1)
-        if k:
-            rest = rests.take(count)
-            numbers += rest << k
-            far = np.flatnonzero(rest == _ESCAPED)
-            numbers[far] = escaped.take(far.size)
-        out[place[ranks]] = (numbers + 1).astype(out.dtype)
-    if escaped.left or rests.left or bits.left >= 8:
-        raise damaged(codec, "numbers of changed words are left over")
+    out[np.concatenate([place[one] for one, place in zip(ranks, places, strict=True)])] = numbers + 1
 
 
-@dataclass
-class _Part:
-    """Elements that are taken in order.
-
-    Args:
-        at: so many were taken.
-    """
-
-    _codec: str
-    _data: Array
-    at: int = 0
-
-    @property
-    def left(self) -> int:
-        return int(self._data.size) - self.at
-
-    def take(self, count: int) -> Array:
-        """The next ones.
-
-        Raises:
-            CorruptError: there are fewer.
-        """
-        if count > self.left:
-            raise damaged(self._codec, f"{self.left} numbers are left where {count} belong")
-        self.at += count
-        return self._data[self.at - count : self.at]
-
-
-def _exponents(base: Array) -> Flags:
+def _exponents(base: Array) -> Array:
     return (base >> base.dtype.type(max(0, 8 * base.itemsize - 9))).astype(np.uint8)
 
 
@@ -157,8 +134,8 @@ def _low_bits(numbers: Array, k: int) -> Flags:
     return low.reshape(-1, 16)[:, :k].reshape(-1)
 
 
-def _numbers(bits: _Part, count: int, k: int) -> Array:
+def _numbers(bits: Flags, count: int, k: int) -> Array:
     """Undo `_low_bits`."""
     low = np.zeros((count, 16), np.uint8)
-    low[:, :k] = bits.take(count * k).reshape(count, k)
+    low[:, :k] = bits.reshape(count, k)
     return np.packbits(low, bitorder="little").view("<u2").astype(np.int64)

@@ -118,24 +118,12 @@ class Scratch:
         return found[:count]
 
 
-def lane_of(words: Words, number: int, scratch: Scratch) -> HalfWords:
-    """Bits `16 * number` and up of every word: a view where words are 16 bits wide, else in scratch."""
-    width = words.itemsize
-    if width == 2:
-        return words
-    lane = scratch.lanes[0][: words.size]
-    copy_lane(words, number, lane, scratch)
+def copy_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> HalfWords:
+    """Fill `lane` with bits `16 * number` and up of every word."""
+    if number:
+        words = np.right_shift(words, words.dtype.type(16 * number), out=scratch.words(words.itemsize, 0, words.size))
+    np.copyto(lane, words, casting="unsafe")
     return lane
-
-
-def copy_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> None:
-    """As `lane_of`, into `lane`."""
-    if number == 0:
-        np.copyto(lane, words, casting="unsafe")
-    else:
-        shifted = scratch.words(words.itemsize, 0, words.size)
-        np.right_shift(words, words.dtype.type(16 * number), out=shifted)
-        np.copyto(lane, shifted, casting="unsafe")
 
 
 def split_lane(lane: HalfWords, moved: bool, scratch: Scratch) -> tuple[Bytes, Bytes]:
@@ -180,12 +168,12 @@ def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: HalfWord
     np.bitwise_or(upper, lower, out=lane)
 
 
-def add_lane(words: Words, number: int, lane: HalfWords, out: Words, scratch: Scratch) -> None:
-    """Set bits `16 * number` and up, which are zero in `words`, and put the result into `out`."""
+def add_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> None:
+    """Set bits `16 * number` and up, which are zero in `words`."""
     other = scratch.words(words.itemsize, 1, words.size)
     np.copyto(other, lane)
     np.left_shift(other, words.dtype.type(16 * number), out=other)
-    np.bitwise_or(words, other, out=out)
+    np.bitwise_or(words, other, out=words)
 
 
 def scratch() -> Scratch:
@@ -280,21 +268,19 @@ class PlaneEncoder:
         self._end = 0
         self._rest = [0] * width
         self._paid = [False] * width
-        self.put(header.pack() + extra)
-        self._pad()
+        self._put(header.pack() + extra)
 
-    def put(self, data: bytes | memoryview) -> int:
-        """Append bytes as they are; their number."""
-        count = len(data)
-        self._out[self._end : self._end + count] = np.frombuffer(data, np.uint8)
-        self._end += count
-        return count
+    def _put(self, data: bytes | memoryview) -> int:
+        """Append bytes; their number."""
+        self._space(len(data))[:] = np.frombuffer(data, np.uint8)
+        return len(data)
 
-    def _pad(self) -> None:
-        # So that 16-bit planes lie where the processor wants them.
-        end = -(-self._end // 8) * 8
-        self._out[self._end : end] = 0
-        self._end = end
+    def _space(self, nbytes: int) -> Bytes:
+        """Where the next bytes belong: 16-bit planes lie where the processor wants them."""
+        start = -(-self._end // 8) * 8
+        self._out[self._end : start] = 0
+        self._end = start + nbytes
+        return self._out[start : self._end]
 
     def encode(self, source: ReadWords, tail: memoryview, base: Words | None = None) -> memoryview:
         """All blocks and the tail; the stored bytes.
@@ -306,25 +292,21 @@ class PlaneEncoder:
         for start in range(0, count, self._header.block_words):
             words = source(start, min(count, start + self._header.block_words))
             self._block(words, encode_changed(words, base[start : start + words.size]) if base is not None else None)
-        self.put(tail)
+        self._put(tail)
         return memoryview(self._out)[: self._end]  # type: ignore[arg-type]
 
     def _block(self, words: Words, changed: bytes | None) -> None:
         width = self._header.width
-        table_at = self._end
-        self._end += 4 * width
-        self._pad()
-        table = [0] * width
+        space, table = self._space(4 * width), [0] * width
         if changed is not None:
             self._out[3] = ord("2")
-            table[0] = _CHANGED << 28 | self.put(changed)
-            self._pad()
+            table[0] = _CHANGED << 28 | self._put(changed)
         elif width == 1:
             table[0] = self._plane(0, words)
         else:
             for number in range(width // 2):
                 table[2 * number : 2 * number + 2] = self._lane(number, words)
-        self._out[table_at : table_at + 4 * width] = np.frombuffer(struct.pack(f"<{width}I", *table), np.uint8)
+        space[:] = np.frombuffer(struct.pack(f"<{width}I", *table), np.uint8)
 
     def _lane(self, number: int, words: Words) -> tuple[int, int]:
         top = number == self._header.width // 2 - 1
@@ -337,11 +319,11 @@ class PlaneEncoder:
                 rest[plane] = _REST_BLOCKS
         if rest[2 * number] and rest[2 * number + 1]:
             nbytes = 2 * words.size
-            copy_lane(words, number, self._out[self._end : self._end + nbytes].view(np.uint16), self._scratch)
-            self._end += nbytes
-            self._pad()
+            copy_lane(words, number, self._space(nbytes).view(np.uint16), self._scratch)
             return _PAIR << 28 | nbytes, _WITH_PREVIOUS << 28
-        low, high = split_lane(lane_of(words, number, self._scratch), moved, self._scratch)
+        low, high = split_lane(
+            copy_lane(words, number, self._scratch.lanes[0][: words.size], self._scratch), moved, self._scratch
+        )
         return self._plane(2 * number, low), self._plane(2 * number + 1, high)
 
     def _worth_it(self, words: Words, plane: int, moved: bool) -> bool:
@@ -350,7 +332,9 @@ class PlaneEncoder:
         if size > _SAMPLE_RUNS * _SAMPLE_WORDS:
             starts = (i * (size - _SAMPLE_WORDS) // (_SAMPLE_RUNS - 1) for i in range(_SAMPLE_RUNS))
             words = np.concatenate([words[start : start + _SAMPLE_WORDS] for start in starts])
-        sample = split_lane(lane_of(words, plane // 2, self._scratch), moved, self._scratch)[plane % 2]
+        sample = split_lane(
+            copy_lane(words, plane // 2, self._scratch.lanes[0][: words.size], self._scratch), moved, self._scratch
+        )[plane % 2]
         return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)  # type: ignore[arg-type]
 
     def _plane(self, number: int, plane: Bytes) -> int:
@@ -365,9 +349,7 @@ class PlaneEncoder:
                 kind, data = _FRAME, frame
             else:
                 self._rest[number] = _REST_BLOCKS
-        nbytes = self.put(data)
-        self._pad()
-        return kind << 28 | nbytes
+        return kind << 28 | self._put(data)
 
 
 class PlaneDecoder:
@@ -390,7 +372,7 @@ class PlaneDecoder:
         self._base = base
         self._header = header
         self._stored = np.frombuffer(stored, np.uint8)
-        self._at = -(-position // 8) * 8
+        self._at = position
         self._scratch = scratch()
 
     def decode(self, sink: WriteWords, tail: memoryview) -> None:
@@ -418,67 +400,41 @@ class PlaneDecoder:
         tail[:] = memoryview(last)  # type: ignore[arg-type]
 
     def _take(self, nbytes: int, what: str) -> Bytes:
-        end = self._at + nbytes
-        if end > self._stored.size:
-            raise damaged(self._codec, f"{what} would end at byte {end} of {self._stored.size}")
-        taken = self._stored[self._at : end]
-        self._at = end
-        return taken
-
-    def _skip_padding(self) -> None:
-        self._take(-self._at % 8, "padding")
+        start = -(-self._at // 8) * 8
+        self._at = start + nbytes
+        if self._at > self._stored.size:
+            raise damaged(self._codec, f"{what} would end at byte {self._at} of {self._stored.size}")
+        return self._stored[start : self._at]
 
     def _block(self, out: Words, start: int) -> None:
         width, count = self._header.width, out.size
         table = struct.unpack(f"<{width}I", self._take(4 * width, "a table of planes").tobytes())
-        self._skip_padding()
         if table[0] >> 28 == _CHANGED and self._base is not None:
             stored = self._take(table[0] & 0xFFFFFFF, "a block")
             decode_changed(self._codec, stored, self._base[start : start + count], out)
-            self._skip_padding()
             return
         if width == 1:
             plane = self._plane(table[0], count, _LOW)
             out[:] = 0 if plane is None else plane
             return
-        words = self._scratch.words(width, 2, count)
-        last = width // 2 - 1
-        filled: Words | None = None
-        for number in range(last + 1):
-            lane = self._lane(number, table[2 * number], table[2 * number + 1], count, out if last == 0 else None)
-            if lane is None:
-                continue
-            if filled is None and number == 0:
-                filled = lane
-                if last:
-                    filled = words
-                    np.copyto(words, lane)
-                continue
-            if filled is None:
-                words.fill(0)
-            target = out if number == last else words
-            add_lane(words, number, lane, target, self._scratch)
-            filled = target
-        if filled is None:
-            out.fill(0)
-        elif filled is not out:
-            np.copyto(out, filled)
+        for number in range(width // 2):
+            lane = self._lane(number, table[2 * number], table[2 * number + 1], count)
+            if number == 0:
+                out[:] = 0 if lane is None else lane
+            elif lane is not None:
+                add_lane(out, number, lane, self._scratch)
 
-    def _lane(self, number: int, low: int, high: int, count: int, out: HalfWords | None) -> HalfWords | None:
-        """A lane: where it is stored, in `out`, or else in scratch; None if it is all zeros."""
+    def _lane(self, number: int, low: int, high: int, count: int) -> HalfWords | None:
+        """A lane: where it is stored, or else in scratch; None if it is all zeros."""
         if low >> 28 == _PAIR:
             if low & 0xFFFFFFF != 2 * count or high != _WITH_PREVIOUS << 28:
                 raise damaged(self._codec, "two planes stored together do not fit")
-            pair = self._take(2 * count, "a plane").view(np.uint16)
-            self._skip_padding()
-            return pair
-        low_plane = self._plane(low, count, _LOW)
-        high_plane = self._plane(high, count, _HIGH)
-        if low_plane is None and high_plane is None:
+            return self._take(2 * count, "a plane").view(np.uint16)
+        planes = self._plane(low, count, _LOW), self._plane(high, count, _HIGH)
+        if planes[0] is planes[1] is None:
             return None
-        lane = self._scratch.lanes[0][:count] if out is None else out
-        moved = self._header.moved and number == self._header.width // 2 - 1
-        join_lane(low_plane, high_plane, moved, lane, self._scratch)
+        lane = self._scratch.lanes[0][:count]
+        join_lane(*planes, self._header.moved and number == self._header.width // 2 - 1, lane, self._scratch)
         return lane
 
     def _plane(self, entry: int, count: int, room: int) -> Bytes | None:
@@ -489,7 +445,6 @@ class PlaneDecoder:
         if kind not in (_AS_IS, _FRAME):
             raise damaged(self._codec, f"a plane of unknown kind {kind}")
         data = self._take(nbytes, "a plane")
-        self._skip_padding()
         if kind == _FRAME:
             plane = self._scratch.words(1, room, count)
             decompress_into(self._codec, memoryview(data), memoryview(plane))  # type: ignore[arg-type]

@@ -91,14 +91,21 @@ def test_damage_ends_in_an_error_or_in_other_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "form", "value"),
-    [(0, "<B", 0), (0, "<B", 255), (1, "<B", 1), (2, "<H", 65535), (4, "<I", 0), (4, "<I", 1 << 31), (9, "<B", 16)]
-    + [(10, "<H", 0), (10, "<H", 65535)],
+    ("at", "form", "values"),
+    [
+        (0, "<B", (0, 255)),
+        (1, "<B", (1,)),
+        (2, "<H", (65535,)),
+        (4, "<I", (0, 1 << 31)),
+        (9, "<B", (16,)),
+        (10, "<H", (0, 65535)),
+    ],
 )
-def test_lengths_that_do_not_fit_are_refused(at: int, form: str, value: int) -> None:
+def test_lengths_that_do_not_fit_are_refused(at: int, form: str, values: tuple[int, ...]) -> None:
     """Numbers of classes, of escaped numbers, of bits and of words are held against what is stored."""
     base, data = stepped(1 << 14)
-    bad = bytearray(encoded(base, data))
-    struct.pack_into(form, bad, BLOCK_AT + at, value)
-    with pytest.raises(CorruptError, match="delta-byteplane-zstd"):
-        decoded(bad, base)
+    for value in values:
+        bad = bytearray(encoded(base, data))
+        struct.pack_into(form, bad, BLOCK_AT + at, value)
+        with pytest.raises(CorruptError, match="delta-byteplane-zstd"):
+            decoded(bad, base)

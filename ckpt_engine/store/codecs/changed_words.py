@@ -113,7 +113,7 @@ def decode_changed(codec: str, stored: Flags, base: Array, out: Array) -> None:
 
 
 def _exponents(base: Array) -> Array:
-    return (base >> base.dtype.type(max(0, 8 * base.itemsize - 9))).astype(np.uint8)
+    return (base >> base.dtype.type(max(0, 8 * base.itemsize - 9))).astype(np.uint8)  # type: ignore[no-any-return]
 
 
 def _places(base: Array, bounds: Sequence[int]) -> list[Array]:

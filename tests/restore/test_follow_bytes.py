@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.counted import CountedReads
 from ckpt_engine import Checkpointer, follow
 from ckpt_engine.restore import follower as following
-from ckpt_engine.store.storage.base import Storage
 from tests.restore.test_follow import (  # noqa: F401
     EVERY,
     WAIT_SECONDS,
@@ -32,26 +32,6 @@ from tests.servers.wire import Wire
 
 LEAST_RATIO = 45
 """The bar: bytes of all weights, by those that are read for one step."""
-
-
-class CountedReads:
-    """A storage that counts the bytes that are read from it."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self.nbytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        found = self._storage.get(name, start, nbytes)
-        self.nbytes += len(found)
-        return found
-
-    def get_into(self, name: str, start: int, out: memoryview) -> None:
-        self._storage.get_into(name, start, out)
-        self.nbytes += out.nbytes
 
 
 @pytest.fixture

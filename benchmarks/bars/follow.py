@@ -70,8 +70,8 @@ def run(bench: Bench) -> BarResult:
         TITLE,
         {
             "weights": f"transformer of {whole / 2e6:.1f} million parameters, {size.model.steps} steps on the source "
-            f"of Python's library, the last quarter and all later ones at learning rate {LR:g}; float32 with AdamW (betas "
-            "0.9 and 0.95, clipped gradients), saved as bfloat16 after every step",
+            f"of Python's library, the last quarter and all later ones at learning rate {LR:g}; float32 with AdamW "
+            "(betas 0.9 and 0.95, clipped gradients), saved as bfloat16 after every step",
             "bytes": "those that `follow` reads from a tier with codec `delta`: manifests and data, each snapshot "
             "compared bit for bit; listings are not counted",
             "time": "processor seconds of one thread, per byte before encoding",

@@ -52,7 +52,8 @@ def follow(
 
     The first one is the newest that there is, with all its tensors. Each later one has the tensors whose digest differs
     from what was given before: together they are the tensors of that snapshot and of no other. Every byte is verified.
-    Snapshots that come faster than they are taken are left out. A place that does not answer is tried again, and a line
+    Snapshots that come faster than they are taken are left out. Of a tier with differences only the new ones are read:
+    one copy of what is followed stays in memory for that. A place that does not answer is tried again, and a line
     says so after 3 s.
 
     It ends when the run has ended. A run that was killed, failed, or was asked to stop has not: it continues with the
@@ -167,8 +168,8 @@ class _Follower:
         with said_if_slow(f"reading {candidate.info.id} from {candidate.sources[0].storage.url}"):
             entries = read_entries(sources, manifest, list(dict.fromkeys(nodes[name]["entry"] for name in wanted)))
         self._keep(manifest, {node["entry"] for node in nodes.values()}, entries)
-        given = {name: one.clone() for name, one in entries.items()} if self._bases else entries
-        rebuilder = Rebuilder(given, plain=True)
+        copied = {name: one.clone() for name, one in entries.items()} if self._bases else entries
+        rebuilder = Rebuilder(copied, plain=True)
         tensors = {name: rebuilder.node(nodes[name], (name,)).detach() for name in wanted}
         found = {
             name: f"{one.dtype} {tuple(one.shape)} {digest(flat_bytes(one).data)}" for name, one in tensors.items()

@@ -130,8 +130,7 @@ def _k_of_gaps(place: Array, count: int) -> int:
 
 
 def _low_bits(numbers: Array, k: int) -> Flags:
-    low = np.unpackbits(numbers.astype("<u2").view(np.uint8), bitorder="little")
-    return low.reshape(-1, 16)[:, :k].reshape(-1)
+    return np.unpackbits(numbers.astype("<u2").view(np.uint8), bitorder="little").reshape(-1, 16)[:, :k].reshape(-1)
 
 
 def _numbers(bits: Flags, count: int, k: int) -> Array:

@@ -45,7 +45,7 @@ class BytePlaneCodec:
         stored, out = stored.cast("B"), out.cast("B")
         header = PlanesHeader.read(self.name, _MAGIC, stored, out.nbytes, None)
         words = words_in(out, header.width)
-        PlaneDecoder(self.name, header, stored).decode_into(words, out[words.nbytes :])
+        PlaneDecoder(self.name, header, stored).decode(out[words.nbytes :], out=words)
 
 
 class DeltaCodec:
@@ -83,7 +83,7 @@ class DeltaCodec:
         def put(start: int, stop: int, folded: Words) -> None:
             unfold_difference(folded, old[start:stop], words[start:stop], store)
 
-        PlaneDecoder(self.name, header, stored, base=old).decode(put, out[words.nbytes :])
+        PlaneDecoder(self.name, header, stored, base=old).decode(out[words.nbytes :], put)
 
 
 def fold_difference(new: Words, old: Words, store: Scratch) -> Words:

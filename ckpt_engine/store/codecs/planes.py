@@ -24,7 +24,7 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,13 +261,10 @@ class PlaneEncoder:
     def __init__(self, header: PlanesHeader, extra: bytes = b"") -> None:
         self._header = header
         self._scratch = scratch()
-        width = header.width
-        blocks = header.nbytes // width // header.block_words + 1
-        room = HEADER_BYTES + len(extra) + header.nbytes + (blocks + 2) * (12 * width + 16)
-        self._out = _room(room)
+        blocks = header.nbytes // header.width // header.block_words + 1
+        self._out = _room(HEADER_BYTES + len(extra) + header.nbytes + (blocks + 2) * (12 * header.width + 16))
         self._end = 0
-        self._rest = [0] * width
-        self._paid = [False] * width
+        self._rest, self._paid = [0] * header.width, [False] * header.width
         self._put(header.pack() + extra)
 
     def _put(self, data: bytes | memoryview) -> int:
@@ -309,8 +306,7 @@ class PlaneEncoder:
         space[:] = np.frombuffer(struct.pack(f"<{width}I", *table), np.uint8)
 
     def _lane(self, number: int, words: Words) -> tuple[int, int]:
-        top = number == self._header.width // 2 - 1
-        moved = top and self._header.moved
+        moved = self._header.moved and number == self._header.width // 2 - 1
         rest = self._rest
         for plane in (2 * number, 2 * number + 1):
             if rest[plane]:
@@ -328,9 +324,8 @@ class PlaneEncoder:
 
     def _worth_it(self, words: Words, plane: int, moved: bool) -> bool:
         """Whether a sample of a plane can be compressed."""
-        size = words.size
-        if size > _SAMPLE_RUNS * _SAMPLE_WORDS:
-            starts = (i * (size - _SAMPLE_WORDS) // (_SAMPLE_RUNS - 1) for i in range(_SAMPLE_RUNS))
+        if words.size > _SAMPLE_RUNS * _SAMPLE_WORDS:
+            starts = np.linspace(0, words.size - _SAMPLE_WORDS, _SAMPLE_RUNS, dtype=int).tolist()
             words = np.concatenate([words[start : start + _SAMPLE_WORDS] for start in starts])
         sample = split_lane(
             copy_lane(words, plane // 2, self._scratch.lanes[0][: words.size], self._scratch), moved, self._scratch
@@ -375,25 +370,19 @@ class PlaneDecoder:
         self._at = position
         self._scratch = scratch()
 
-    def decode(self, sink: WriteWords, tail: memoryview) -> None:
-        """All blocks through scratch memory to `sink`, then the tail; nothing may be left over."""
-        for start, stop in self._blocks():
-            words = self._scratch.words(self._header.width, 3, stop - start)
+    def decode(self, tail: memoryview, sink: WriteWords = lambda *_: None, out: Words | None = None) -> None:
+        """All blocks, then the tail; nothing may be left over.
+
+        Args:
+            sink: takes each block.
+            out: where blocks are made; None: in scratch memory.
+        """
+        count, most = self._header.nbytes // self._header.width, self._header.block_words
+        for start in range(0, count, most):
+            stop = min(count, start + most)
+            words = self._scratch.words(self._header.width, 3, stop - start) if out is None else out[start:stop]
             self._block(words, start)
             sink(start, stop, words)
-        self._finish(tail)
-
-    def decode_into(self, out: Words, tail: memoryview) -> None:
-        """All blocks into `out`, then the tail; nothing may be left over."""
-        for start, stop in self._blocks():
-            self._block(out[start:stop], start)
-        self._finish(tail)
-
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        count, most = self._header.nbytes // self._header.width, self._header.block_words
-        return ((start, min(count, start + most)) for start in range(0, count, most))
-
-    def _finish(self, tail: memoryview) -> None:
         last = self._take(tail.nbytes, "its tail")
         if self._at != self._stored.size:
             raise damaged(self._codec, f"{self._stored.size - self._at} bytes are left over")
@@ -410,8 +399,8 @@ class PlaneDecoder:
         width, count = self._header.width, out.size
         table = struct.unpack(f"<{width}I", self._take(4 * width, "a table of planes").tobytes())
         if table[0] >> 28 == _CHANGED and self._base is not None:
-            stored = self._take(table[0] & 0xFFFFFFF, "a block")
-            decode_changed(self._codec, stored, self._base[start : start + count], out)
+            changed, base = self._take(table[0] & 0xFFFFFFF, "a block"), self._base[start : start + count]
+            decode_changed(self._codec, changed, base, out)
             return
         if width == 1:
             plane = self._plane(table[0], count, _LOW)
@@ -433,8 +422,8 @@ class PlaneDecoder:
         planes = self._plane(low, count, _LOW), self._plane(high, count, _HIGH)
         if planes[0] is planes[1] is None:
             return None
-        lane = self._scratch.lanes[0][:count]
-        join_lane(*planes, self._header.moved and number == self._header.width // 2 - 1, lane, self._scratch)
+        lane, moved = self._scratch.lanes[0][:count], self._header.moved and number == self._header.width // 2 - 1
+        join_lane(*planes, moved, lane, self._scratch)
         return lane
 
     def _plane(self, entry: int, count: int, room: int) -> Bytes | None:

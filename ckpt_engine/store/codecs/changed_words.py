@@ -1,7 +1,7 @@
-"""Blocks in which few words differ from the base: where those are, and by how much.
+"""The form of a block in which few words differ from the base.
 
 A step of an optimizer that is small beside the last places of numbers changes few words, and most of them by one. How
-likely that is depends on the exponent, which the base tells: exponents make classes.
+likely that is depends on the exponent, which is known from the base: exponents make classes.
 
 ```
 head     classes (u8), zero (u8), escaped numbers (u16), bytes of the rests (u32)

@@ -102,7 +102,7 @@ def test_damage_ends_in_an_error_or_in_other_bits() -> None:
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(at: int, form: str, values: tuple[int, ...]) -> None:
-    """Numbers of classes, of escaped numbers, of bits and of words are held against what is stored."""
+    """The table is compared with the lengths of what follows it before anything is used."""
     base, data = stepped(1 << 14)
     for value in values:
         bad = bytearray(encoded(base, data))

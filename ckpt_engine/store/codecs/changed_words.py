@@ -38,15 +38,16 @@ _MOST_SHARE = 0.25
 _SHARES = (1 / 2, 2 / 3, 5 / 6)
 """Of the changed words, at which classes end. The first class has most words, and the others are cheap to find."""
 _LEAST_WORDS = 64
-"""With fewer changed words classes take more bytes than they spare."""
-_MOST_K, _ESCAPED = 15, 16
+"""With fewer changed words classes take more bytes than they spare. One word in `_EVERY` is looked at first."""
+_MOST_K, _ESCAPED, _EVERY = 15, 16, 64
 
 
 def encode_changed(folded: Array, base: Array) -> bytes | None:
     """The stored bytes of folded differences to `base`; None: planes are about as small, and quicker."""
-    changed = folded != 0
-    if not 0 < np.count_nonzero(changed) <= _MOST_SHARE * folded.size:
+    is_dense = np.count_nonzero(folded[::_EVERY]) > folded.size // (2 * _EVERY) + 1
+    if is_dense or not 0 < np.count_nonzero(folded) <= _MOST_SHARE * folded.size:
         return None
+    changed = folded != 0
     at = np.flatnonzero(changed)
     exponents, numbers = _exponents(base[at]), folded[at] - folded.dtype.type(1)
     reached = np.cumsum(np.bincount(exponents, minlength=256)[::-1])

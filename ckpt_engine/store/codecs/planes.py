@@ -317,9 +317,9 @@ class PlaneEncoder:
             nbytes = 2 * words.size
             copy_lane(words, number, self._space(nbytes).view(np.uint16), self._scratch)
             return _PAIR << 28 | nbytes, _WITH_PREVIOUS << 28
-        low, high = split_lane(
-            copy_lane(words, number, self._scratch.lanes[0][: words.size], self._scratch), moved, self._scratch
-        )
+        lane = self._scratch.lanes[0][: words.size]
+        lane = words if words.itemsize == 2 else copy_lane(words, number, lane, self._scratch)
+        low, high = split_lane(lane, moved, self._scratch)
         return self._plane(2 * number, low), self._plane(2 * number + 1, high)
 
     def _worth_it(self, words: Words, plane: int, moved: bool) -> bool:

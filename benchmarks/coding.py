@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from ckpt_engine.store.codecs.adam import AdamCodec
 from ckpt_engine.store.codecs.codec import Chunk, get_codec
+from ckpt_engine.store.codecs.numbers import fold_difference
+from ckpt_engine.store.codecs.planes import PlaneEncoder, PlanesHeader, base_digest, scratch, words_in
 
 PIECE_BYTES = 16 << 20
 
@@ -71,6 +73,22 @@ class Ours:
             out[:] = stored
         else:
             self._codec.decode(stored, out, piece.base)
+
+
+class PlanesOnly(Ours):
+    """Our differences without the form for few changed words, as every version can read them."""
+
+    def __init__(self) -> None:
+        super().__init__("delta-byteplane-zstd")
+
+    def encode(self, piece: Piece) -> bytes | memoryview:
+        assert piece.base is not None
+        width = _width(piece)
+        new, old = words_in(piece.data, width), words_in(piece.base, width)
+        header = PlanesHeader(b"CKD1", width, False, piece.data.nbytes, base_digest(piece.base))
+        return PlaneEncoder(header).encode(
+            lambda start, stop: fold_difference(new[start:stop], old[start:stop], scratch()), piece.data[new.nbytes :]
+        )
 
 
 class Zstd:

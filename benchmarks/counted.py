@@ -1,13 +1,14 @@
-"""An object store in memory that counts requests as S3 bills them: a listing has pages of 1,000 names."""
+"""Storages that count: requests as S3 bills them (a listing has pages of 1,000 names), or bytes that are read."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ckpt_engine.errors import CorruptError, StorageExistsError, StorageMissingError
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage
 
 PAGE_NAMES = 1000
 
@@ -73,3 +74,26 @@ class CountedStorage:
     def sweep(self) -> int:
         """See `Storage`."""
         return 0
+
+
+class CountedReads:
+    """A storage that counts the bytes that are read from it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.nbytes = 0
+        """Of contents so far; listings are not counted."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Storage`."""
+        found = self._storage.get(name, start, nbytes)
+        self.nbytes += len(found)
+        return found
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        """See `Storage`."""
+        self._storage.get_into(name, start, out)
+        self.nbytes += out.nbytes

@@ -23,7 +23,11 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n[ ]*|[ ]+")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """How large the model is, and how long it is trained before the first state is taken."""
+    """How large the model is, and how long it is trained before the first state is taken.
+
+    Args:
+        late_lr: the learning rate from three quarters of these steps on; None: as before.
+    """
 
     width: int
     layers: int
@@ -32,6 +36,7 @@ class Model:
     batch: int
     steps: int
     lr: float = 1e-3
+    late_lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,8 @@ def train(
     wanted = {model.steps, *(model.steps + lag for lag in lags)}
     generator = torch.Generator().manual_seed(11)
     for step in range(1, max(wanted) + 1):
-        optimizer.param_groups[0]["lr"] = model.lr * min(1.0, step / (model.steps / 4))
+        lr = model.lr if model.late_lr is None or step <= 3 * model.steps / 4 else model.late_lr
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, step / (model.steps / 4))
         starts = torch.randint(len(text) - model.context - 1, (model.batch,), generator=generator)
         rows = torch.stack([text[s : s + model.context + 1] for s in starts.tolist()]).long()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):

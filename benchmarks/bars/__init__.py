@@ -33,6 +33,7 @@ NAMES = (
     "recorder",
     "cuda",
     "codecs",
+    "follow",
 )
 """Bars in the order in which they run and are shown."""
 STUDIES = ("study-checkfreq", "study-rojas", "study-learned")

@@ -14,12 +14,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import BufferPool, Decoder, FetchPiece, ReadLimiter
+from ckpt_engine.store.decode import BufferPool, Decoder, FetchPiece, KnownBytes, ReadLimiter
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo, by_age
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
@@ -308,10 +309,14 @@ class Sources:
     """Storages with the same objects, the preferred one first. Thread safe.
 
     `repairs` tells what others than the first had to serve.
+
+    Args:
+        known: as for `Decoder`.
     """
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
+    def __init__(self, storages: Sequence[Storage], known: KnownBytes = MappingProxyType({})) -> None:
         self._storages = list(storages)
+        self.known = known
         self.repairs: list[Repair] = []
         self._dead: set[int] = set()
         first = self._storages[0]
@@ -396,7 +401,7 @@ class Sources:
             if digest(out) != piece.digest:
                 self.repair(entry, name, piece, out)
 
-        return Decoder(manifest, fetch, glance, there, rooms)
+        return Decoder(manifest, fetch, glance, there, rooms, self.known)
 
 
 def _without_frames(error: CkptError) -> CkptError:

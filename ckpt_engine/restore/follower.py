@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from ckpt_engine.restore.match import tensor_nodes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.state.rebuild import Rebuilder, flat_bytes
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.manifest import OWN_KEY, Manifest, by_age
+from ckpt_engine.store.manifest import OWN_KEY, RAW, Manifest, by_age
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.writer.attempts import Attempt, read_attempts
 
@@ -52,7 +52,8 @@ def follow(
 
     The first one is the newest that there is, with all its tensors. Each later one has the tensors whose digest differs
     from what was given before: together they are the tensors of that snapshot and of no other. Every byte is verified.
-    Snapshots that come faster than they are taken are left out. A place that does not answer is tried again, and a line
+    Snapshots that come faster than they are taken are left out. Of a tier with differences only the new ones are read:
+    one copy of what is followed stays in memory for that. A place that does not answer is tried again, and a line
     says so after 3 s.
 
     It ends when the run has ended. A run that was killed, failed, or was asked to stop has not: it continues with the
@@ -94,6 +95,7 @@ class _Follower:
         _at: the age of the snapshot that it has; `_reason`: why that was taken.
         _refused: snapshots that cannot be used.
         _had: by tensor, its content as the manifest says it, and its digest.
+        _bases: decoded bytes of their pieces, by digest, of a place that stores differences: one copy more of them.
         _fails_since: 0.0: it works; infinite: it does not, and that was said.
     """
 
@@ -105,6 +107,7 @@ class _Follower:
     _reason: str = ""
     _refused: dict[str, CkptError] = field(default_factory=dict)
     _had: dict[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    _bases: dict[str | None, memoryview] = field(default_factory=dict)
     _fails_since: float = 0.0
 
     @property
@@ -138,6 +141,7 @@ class _Follower:
                 found = candidate.info.step, self._read(candidate)
             except FormatError as err:
                 search.reject(candidate.info.id, err)
+                self._bases = {}
                 continue
             self._at, self._reason = by_age(candidate.info), candidate.info.reason
             break
@@ -160,10 +164,12 @@ class _Follower:
         nodes = self._nodes(manifest)
         contents = {name: _content(manifest, node) for name, node in nodes.items()}
         wanted = [name for name in nodes if name not in self._had or contents[name] != self._had[name][0]]
-        sources = Sources([place.storage for place in candidate.sources])
+        sources = Sources([place.storage for place in candidate.sources], self._bases)
         with said_if_slow(f"reading {candidate.info.id} from {candidate.sources[0].storage.url}"):
             entries = read_entries(sources, manifest, list(dict.fromkeys(nodes[name]["entry"] for name in wanted)))
-        rebuilder = Rebuilder(entries, plain=True)
+        self._keep(manifest, {node["entry"] for node in nodes.values()}, entries)
+        copied = {name: one.clone() for name, one in entries.items()} if self._bases else entries
+        rebuilder = Rebuilder(copied, plain=True)
         tensors = {name: rebuilder.node(nodes[name], (name,)).detach() for name in wanted}
         found = {
             name: f"{one.dtype} {tuple(one.shape)} {digest(flat_bytes(one).data)}" for name, one in tensors.items()
@@ -171,6 +177,17 @@ class _Follower:
         before = self._had
         self._had = {name: (contents[name], found.get(name) or before[name][1]) for name in nodes}
         return {name: one for name, one in tensors.items() if name not in before or found[name] != before[name][1]}
+
+    def _keep(self, manifest: Manifest, names: Set[str], read: Mapping[str, torch.Tensor]) -> None:
+        """Keep the bytes of the followed entries where they are stored encoded: the next ones may be differences."""
+        pieces = [(name, *placed) for name in names for placed in manifest.entries[name].placed()]
+        data = {name: memoryview(flat_bytes(one)) for name, one in read.items()}  # type: ignore[arg-type]
+        is_encoded = any(piece.codec != RAW for _, _, piece in pieces)
+        self._bases = {
+            one: data[name][start : start + piece.raw_nbytes] if name in data else self._bases[one]
+            for name, start, piece in pieces
+            if is_encoded and (one := piece.content_digest) and (name in data or one in self._bases)
+        }
 
     def _nodes(self, manifest: Manifest) -> dict[str, Mapping[str, Any]]:
         """The tensors that are followed, by the names that they are given."""

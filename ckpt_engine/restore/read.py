@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import torch
 
@@ -32,7 +32,7 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import BufferPool, Decoder, chain_of, joined
+from ckpt_engine.store.decode import BufferPool, Decoder, KnownBytes, chain_of, joined
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
@@ -196,7 +196,8 @@ def read_moves(
     filler = _Filler(sources, manifest, laid, landing)
     plain, chained = list[Move](), list[Move]()
     for move in moves:
-        (plain if move.piece.base is None else chained).append(move)
+        is_made = move.piece.base is not None or move.piece.content_digest in sources.known
+        (chained if is_made else plain).append(move)
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
     pool = ThreadPoolExecutor(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
@@ -205,7 +206,7 @@ def read_moves(
         begun = [pool.submit(request) for request in (*filler.requests(plain), *others)]
         if chained:
             memory = Memory(filler.pages)
-            for batch in batches(manifest, _together(chained)):
+            for batch in batches(manifest, _together(chained), sources.known):
                 # Work begins in this order, so that no thread waits for what no other has begun with.
                 for one in batch.ranges:
                     one.data = pool.submit(one.read, sources, manifest, memory)
@@ -424,15 +425,16 @@ class Batch:
                 one.data = None
 
 
-def batches(manifest: Manifest, together: Sequence[list[Move]]) -> Iterator[Batch]:
-    """Pieces that have bases, in their order, a few at a time.
+def batches(manifest: Manifest, together: Sequence[list[Move]], known: KnownBytes) -> Iterator[Batch]:
+    """Pieces that have bases, or whose bytes are known, in their order, a few at a time.
 
     Raises:
         CorruptError: the manifest does not say where a base is.
     """
     batch, deltas, nbytes = Batch(), list[Piece](), 0
     for mates in together:
-        more = [one for move in mates for one in chain_of(manifest, move.entry, move.start, move.piece)[:-1]]
+        chains = [chain_of(manifest, move.entry, move.start, move.piece) for move in mates]
+        more = [one for chain in chains for one in takewhile(lambda one: one.content_digest not in known, chain[:-1])]
         more_bytes = sum(piece.nbytes for piece in more)
         if batch.moves and nbytes + more_bytes > BATCH_BYTES:
             batch.plan(deltas)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from ckpt_engine.errors import CorruptError, FormatError, NewerFormatError, StorageError
@@ -42,6 +43,8 @@ FetchPiece = Callable[[str, Piece, memoryview], object]
 """`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
 OpenStored = Callable[[str, Piece], AbstractContextManager[memoryview]]
 """`stored(entry, piece)`: the stored bytes of a piece of the entry, to be looked at meanwhile."""
+KnownBytes = Mapping[str | None, memoryview]
+"""Decoded bytes of pieces, by `Piece.content_digest`."""
 _placement = attrgetter("piece.file", "piece.offset")
 
 
@@ -354,6 +357,7 @@ class Decoder:
             it is made again of what `fetch` reads. Digesting what is read besides costs as much as reading it.
         there: stored bytes that have been read already, unverified; beside `glance`.
         rooms: memory for what is made on the way, if other decoders use the same.
+        known: decoded bytes by their digest, which are not read.
     """
 
     def __init__(
@@ -363,14 +367,16 @@ class Decoder:
         glance: FetchPiece | None = None,
         there: Callable[[Piece], memoryview | None] = lambda _: None,
         rooms: BufferPool | None = None,
+        known: KnownBytes = MappingProxyType({}),
     ) -> None:
         self._manifest = manifest
         self._rooms = rooms or BufferPool()
         self._quick: Decoder | None = None
         self._fetch = fetch
         self._there = there
+        self._known = known
         if glance is not None:
-            self._quick = Decoder(manifest, glance, None, there, self._rooms)
+            self._quick = Decoder(manifest, glance, None, there, self._rooms, known)
             self._there = lambda _: None
         self._groups = GroupDecoder(manifest, self._stored, self._fill_base, self._rooms)
 
@@ -425,6 +431,10 @@ class Decoder:
             level: the snapshot among the bases that the first of the chain is of; None: it is one of an entry.
         """
         piece = chain[0]
+        known = self._known.get(piece.content_digest)
+        if known is not None and known.nbytes == out.nbytes:
+            out[:] = known
+            return
         if piece.codec == RAW and stored is None:
             self._fetch(name, piece, out)
             return

@@ -196,7 +196,7 @@ class AdamCodec:
             def put(start: int, stop: int, folded: Words) -> None:
                 unfold_difference(folded, predict(start, stop), words[start:stop], store)
 
-            PlaneDecoder(self.name, header, stored, position).decode(put, out[out.nbytes :])
+            PlaneDecoder(self.name, header, stored, position).decode(out[out.nbytes :], put)
         if base_digest(out) != check:
             raise damaged(self.name, f"{role!r} does not come out as it was")
 

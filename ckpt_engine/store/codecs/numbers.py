@@ -23,7 +23,7 @@ from ckpt_engine.store.codecs.planes import (
 from ckpt_engine.store.codecs.zstd_frames import PAYS
 
 _MAGIC = b"CKB1"
-_DELTA_MAGIC = b"CKD1"
+_DELTA_MAGIC = b"CKD2"
 
 
 class BytePlaneCodec:
@@ -45,7 +45,7 @@ class BytePlaneCodec:
         stored, out = stored.cast("B"), out.cast("B")
         header = PlanesHeader.read(self.name, _MAGIC, stored, out.nbytes, None)
         words = words_in(out, header.width)
-        PlaneDecoder(self.name, header, stored).decode_into(words, out[words.nbytes :])
+        PlaneDecoder(self.name, header, stored).decode(out[words.nbytes :], out=words)
 
 
 class DeltaCodec:
@@ -68,8 +68,8 @@ class DeltaCodec:
         def differences(start: int, stop: int) -> Words:
             return fold_difference(words[start:stop], old[start:stop], store)
 
-        header = PlanesHeader(_DELTA_MAGIC, width, False, data.nbytes, base_digest(base))
-        stored = PlaneEncoder(header).encode(differences, data[words.nbytes :])
+        header = PlanesHeader(b"CKD1", width, False, data.nbytes, base_digest(base))
+        stored = PlaneEncoder(header).encode(differences, data[words.nbytes :], old)
         return stored if stored.nbytes <= PAYS * data.nbytes else None
 
     def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:
@@ -83,7 +83,7 @@ class DeltaCodec:
         def put(start: int, stop: int, folded: Words) -> None:
             unfold_difference(folded, old[start:stop], words[start:stop], store)
 
-        PlaneDecoder(self.name, header, stored).decode(put, out[words.nbytes :])
+        PlaneDecoder(self.name, header, stored, base=old).decode(out[words.nbytes :], put)
 
 
 def fold_difference(new: Words, old: Words, store: Scratch) -> Words:

@@ -9,7 +9,8 @@ tail     the bytes after the last whole word
 ```
 
 All numbers are little endian. The last block is shorter. Kinds: 0 as it is, 1 one zstd frame, 2 zeros, 3 this plane and
-the next one as 16-bit numbers whose sign is not moved, 4 stored with the plane before.
+the next one as 16-bit numbers whose sign is not moved, 4 stored with the plane before, 5 the whole block as in
+changed_words.py (the version is 2 if there is one).
 
 Numbers as words of bits, and words as byte planes: which width a dtype has, cutting and joining.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ckpt_engine.errors import NewerFormatError
+from ckpt_engine.store.codecs.changed_words import decode_changed, encode_changed
 from ckpt_engine.store.codecs.codec import damaged
 from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, compress, decompress_into
 
@@ -59,7 +61,7 @@ WriteWords = Callable[[int, int, Words], None]
 """Takes words [start, stop) that were decoded; they are overwritten afterwards."""
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
-_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
+_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS, _CHANGED = range(6)
 _SETTINGS = {
     "strategy": 1,
     "min_match": 7,
@@ -116,24 +118,12 @@ class Scratch:
         return found[:count]
 
 
-def lane_of(words: Words, number: int, scratch: Scratch) -> HalfWords:
-    """Bits `16 * number` and up of every word: a view where words are 16 bits wide, else in scratch."""
-    width = words.itemsize
-    if width == 2:
-        return words
-    lane = scratch.lanes[0][: words.size]
-    copy_lane(words, number, lane, scratch)
+def copy_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> HalfWords:
+    """Fill `lane` with bits `16 * number` and up of every word."""
+    if number:
+        words = np.right_shift(words, words.dtype.type(16 * number), out=scratch.words(words.itemsize, 0, words.size))
+    np.copyto(lane, words, casting="unsafe")
     return lane
-
-
-def copy_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> None:
-    """As `lane_of`, into `lane`."""
-    if number == 0:
-        np.copyto(lane, words, casting="unsafe")
-    else:
-        shifted = scratch.words(words.itemsize, 0, words.size)
-        np.right_shift(words, words.dtype.type(16 * number), out=shifted)
-        np.copyto(lane, shifted, casting="unsafe")
 
 
 def split_lane(lane: HalfWords, moved: bool, scratch: Scratch) -> tuple[Bytes, Bytes]:
@@ -178,12 +168,12 @@ def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: HalfWord
     np.bitwise_or(upper, lower, out=lane)
 
 
-def add_lane(words: Words, number: int, lane: HalfWords, out: Words, scratch: Scratch) -> None:
-    """Set bits `16 * number` and up, which are zero in `words`, and put the result into `out`."""
+def add_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> None:
+    """Set bits `16 * number` and up, which are zero in `words`."""
     other = scratch.words(words.itemsize, 1, words.size)
     np.copyto(other, lane)
     np.left_shift(other, words.dtype.type(16 * number), out=other)
-    np.bitwise_or(words, other, out=out)
+    np.bitwise_or(words, other, out=words)
 
 
 def scratch() -> Scratch:
@@ -214,7 +204,7 @@ class PlanesHeader:
     """What stored bytes say of themselves.
 
     Args:
-        magic: of the codec; its last byte is the version, as a digit.
+        magic: of the codec; its last byte is the version, as a digit: when read, the latest that is known.
         width: bytes of a word.
         moved: whether the sign was moved behind the exponent.
         nbytes: decoded bytes.
@@ -245,7 +235,7 @@ class PlanesHeader:
         found, width, moved, zero, block_words, zero2, raw, digest = _HEADER.unpack_from(stored)
         if found[:3] == magic[:3] and found[3] > magic[3]:
             raise NewerFormatError(f"a piece is encoded with a later version of {codec!r}")
-        good = found == magic and width in WIDTHS and moved <= 1 and zero == zero2 == 0
+        good = found[:3] == magic[:3] and found[3] >= ord("1") and width in WIDTHS and moved <= 1 and zero == zero2 == 0
         if not good or not 1 <= block_words <= BLOCK_WORDS:
             raise damaged(codec, "its header makes no sense")
         if raw != nbytes:
@@ -271,53 +261,52 @@ class PlaneEncoder:
     def __init__(self, header: PlanesHeader, extra: bytes = b"") -> None:
         self._header = header
         self._scratch = scratch()
-        width = header.width
-        blocks = header.nbytes // width // header.block_words + 1
-        room = HEADER_BYTES + len(extra) + header.nbytes + (blocks + 2) * (12 * width + 16)
-        self._out = _room(room)
+        blocks = header.nbytes // header.width // header.block_words + 1
+        self._out = _room(HEADER_BYTES + len(extra) + header.nbytes + (blocks + 2) * (12 * header.width + 16))
         self._end = 0
-        self._rest = [0] * width
-        self._paid = [False] * width
-        self.put(header.pack() + extra)
-        self._pad()
+        self._rest, self._paid = [0] * header.width, [False] * header.width
+        self._put(header.pack() + extra)
 
-    def put(self, data: bytes | memoryview) -> int:
-        """Append bytes as they are; their number."""
-        count = len(data)
-        self._out[self._end : self._end + count] = np.frombuffer(data, np.uint8)
-        self._end += count
-        return count
+    def _put(self, data: bytes | memoryview) -> int:
+        """Append bytes; their number."""
+        self._space(len(data))[:] = np.frombuffer(data, np.uint8)
+        return len(data)
 
-    def _pad(self) -> None:
-        # So that 16-bit planes lie where the processor wants them.
-        end = -(-self._end // 8) * 8
-        self._out[self._end : end] = 0
-        self._end = end
+    def _space(self, nbytes: int) -> Bytes:
+        """Where the next bytes belong: 16-bit planes lie where the processor wants them."""
+        start = -(-self._end // 8) * 8
+        self._out[self._end : start] = 0
+        self._end = start + nbytes
+        return self._out[start : self._end]
 
-    def encode(self, source: ReadWords, tail: memoryview) -> memoryview:
-        """All blocks and the tail; the stored bytes."""
+    def encode(self, source: ReadWords, tail: memoryview, base: Words | None = None) -> memoryview:
+        """All blocks and the tail; the stored bytes.
+
+        Args:
+            base: what the words are folded differences to. None: blocks are planes.
+        """
         count = self._header.nbytes // self._header.width
         for start in range(0, count, self._header.block_words):
-            self._block(source(start, min(count, start + self._header.block_words)))
-        self.put(tail)
+            words = source(start, min(count, start + self._header.block_words))
+            self._block(words, encode_changed(words, base[start : start + words.size]) if base is not None else None)
+        self._put(tail)
         return memoryview(self._out)[: self._end]  # type: ignore[arg-type]
 
-    def _block(self, words: Words) -> None:
+    def _block(self, words: Words, changed: bytes | None) -> None:
         width = self._header.width
-        table_at = self._end
-        self._end += 4 * width
-        self._pad()
-        table = [0] * width
-        if width == 1:
+        space, table = self._space(4 * width), [0] * width
+        if changed is not None:
+            self._out[3] = ord("2")
+            table[0] = _CHANGED << 28 | self._put(changed)
+        elif width == 1:
             table[0] = self._plane(0, words)
         else:
             for number in range(width // 2):
                 table[2 * number : 2 * number + 2] = self._lane(number, words)
-        self._out[table_at : table_at + 4 * width] = np.frombuffer(struct.pack(f"<{width}I", *table), np.uint8)
+        space[:] = np.frombuffer(struct.pack(f"<{width}I", *table), np.uint8)
 
     def _lane(self, number: int, words: Words) -> tuple[int, int]:
-        top = number == self._header.width // 2 - 1
-        moved = top and self._header.moved
+        moved = self._header.moved and number == self._header.width // 2 - 1
         rest = self._rest
         for plane in (2 * number, 2 * number + 1):
             if rest[plane]:
@@ -326,20 +315,21 @@ class PlaneEncoder:
                 rest[plane] = _REST_BLOCKS
         if rest[2 * number] and rest[2 * number + 1]:
             nbytes = 2 * words.size
-            copy_lane(words, number, self._out[self._end : self._end + nbytes].view(np.uint16), self._scratch)
-            self._end += nbytes
-            self._pad()
+            copy_lane(words, number, self._space(nbytes).view(np.uint16), self._scratch)
             return _PAIR << 28 | nbytes, _WITH_PREVIOUS << 28
-        low, high = split_lane(lane_of(words, number, self._scratch), moved, self._scratch)
+        lane = self._scratch.lanes[0][: words.size]
+        lane = words if words.itemsize == 2 else copy_lane(words, number, lane, self._scratch)
+        low, high = split_lane(lane, moved, self._scratch)
         return self._plane(2 * number, low), self._plane(2 * number + 1, high)
 
     def _worth_it(self, words: Words, plane: int, moved: bool) -> bool:
         """Whether a sample of a plane can be compressed."""
-        size = words.size
-        if size > _SAMPLE_RUNS * _SAMPLE_WORDS:
-            starts = (i * (size - _SAMPLE_WORDS) // (_SAMPLE_RUNS - 1) for i in range(_SAMPLE_RUNS))
+        if words.size > _SAMPLE_RUNS * _SAMPLE_WORDS:
+            starts = np.linspace(0, words.size - _SAMPLE_WORDS, _SAMPLE_RUNS, dtype=int).tolist()
             words = np.concatenate([words[start : start + _SAMPLE_WORDS] for start in starts])
-        sample = split_lane(lane_of(words, plane // 2, self._scratch), moved, self._scratch)[plane % 2]
+        sample = split_lane(
+            copy_lane(words, plane // 2, self._scratch.lanes[0][: words.size], self._scratch), moved, self._scratch
+        )[plane % 2]
         return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)  # type: ignore[arg-type]
 
     def _plane(self, number: int, plane: Bytes) -> int:
@@ -354,9 +344,7 @@ class PlaneEncoder:
                 kind, data = _FRAME, frame
             else:
                 self._rest[number] = _REST_BLOCKS
-        nbytes = self.put(data)
-        self._pad()
-        return kind << 28 | nbytes
+        return kind << 28 | self._put(data)
 
 
 class PlaneDecoder:
@@ -364,96 +352,78 @@ class PlaneDecoder:
 
     Args:
         position: where the first block begins in `stored`.
+        base: what the words are folded differences to; None: of those there are none.
     """
 
-    def __init__(self, codec: str, header: PlanesHeader, stored: memoryview, position: int = HEADER_BYTES) -> None:
+    def __init__(
+        self,
+        codec: str,
+        header: PlanesHeader,
+        stored: memoryview,
+        position: int = HEADER_BYTES,
+        base: Words | None = None,
+    ) -> None:
         self._codec = codec
+        self._base = base
         self._header = header
         self._stored = np.frombuffer(stored, np.uint8)
-        self._at = -(-position // 8) * 8
+        self._at = position
         self._scratch = scratch()
 
-    def decode(self, sink: WriteWords, tail: memoryview) -> None:
-        """All blocks through scratch memory to `sink`, then the tail; nothing may be left over."""
-        for start, stop in self._blocks():
-            words = self._scratch.words(self._header.width, 3, stop - start)
-            self._block(words)
-            sink(start, stop, words)
-        self._finish(tail)
+    def decode(self, tail: memoryview, sink: WriteWords = lambda *_: None, out: Words | None = None) -> None:
+        """All blocks, then the tail; nothing may be left over.
 
-    def decode_into(self, out: Words, tail: memoryview) -> None:
-        """All blocks into `out`, then the tail; nothing may be left over."""
-        for start, stop in self._blocks():
-            self._block(out[start:stop])
-        self._finish(tail)
-
-    def _blocks(self) -> Iterator[tuple[int, int]]:
+        Args:
+            sink: takes each block.
+            out: where blocks are made; None: in scratch memory.
+        """
         count, most = self._header.nbytes // self._header.width, self._header.block_words
-        return ((start, min(count, start + most)) for start in range(0, count, most))
-
-    def _finish(self, tail: memoryview) -> None:
+        for start in range(0, count, most):
+            stop = min(count, start + most)
+            words = self._scratch.words(self._header.width, 3, stop - start) if out is None else out[start:stop]
+            self._block(words, start)
+            sink(start, stop, words)
         last = self._take(tail.nbytes, "its tail")
         if self._at != self._stored.size:
             raise damaged(self._codec, f"{self._stored.size - self._at} bytes are left over")
         tail[:] = memoryview(last)  # type: ignore[arg-type]
 
     def _take(self, nbytes: int, what: str) -> Bytes:
-        end = self._at + nbytes
-        if end > self._stored.size:
-            raise damaged(self._codec, f"{what} would end at byte {end} of {self._stored.size}")
-        taken = self._stored[self._at : end]
-        self._at = end
-        return taken
+        start = -(-self._at // 8) * 8
+        self._at = start + nbytes
+        if self._at > self._stored.size:
+            raise damaged(self._codec, f"{what} would end at byte {self._at} of {self._stored.size}")
+        return self._stored[start : self._at]
 
-    def _skip_padding(self) -> None:
-        self._take(-self._at % 8, "padding")
-
-    def _block(self, out: Words) -> None:
+    def _block(self, out: Words, start: int) -> None:
         width, count = self._header.width, out.size
         table = struct.unpack(f"<{width}I", self._take(4 * width, "a table of planes").tobytes())
-        self._skip_padding()
+        if table[0] >> 28 == _CHANGED and self._base is not None:
+            changed, base = self._take(table[0] & 0xFFFFFFF, "a block"), self._base[start : start + count]
+            decode_changed(self._codec, changed, base, out)
+            return
         if width == 1:
             plane = self._plane(table[0], count, _LOW)
             out[:] = 0 if plane is None else plane
             return
-        words = self._scratch.words(width, 2, count)
-        last = width // 2 - 1
-        filled: Words | None = None
-        for number in range(last + 1):
-            lane = self._lane(number, table[2 * number], table[2 * number + 1], count, out if last == 0 else None)
-            if lane is None:
-                continue
-            if filled is None and number == 0:
-                filled = lane
-                if last:
-                    filled = words
-                    np.copyto(words, lane)
-                continue
-            if filled is None:
-                words.fill(0)
-            target = out if number == last else words
-            add_lane(words, number, lane, target, self._scratch)
-            filled = target
-        if filled is None:
-            out.fill(0)
-        elif filled is not out:
-            np.copyto(out, filled)
+        for number in range(width // 2):
+            lane = self._lane(number, table[2 * number], table[2 * number + 1], count)
+            if number == 0:
+                out[:] = 0 if lane is None else lane
+            elif lane is not None:
+                add_lane(out, number, lane, self._scratch)
 
-    def _lane(self, number: int, low: int, high: int, count: int, out: HalfWords | None) -> HalfWords | None:
-        """A lane: where it is stored, in `out`, or else in scratch; None if it is all zeros."""
+    def _lane(self, number: int, low: int, high: int, count: int) -> HalfWords | None:
+        """A lane: where it is stored, or else in scratch; None if it is all zeros."""
         if low >> 28 == _PAIR:
             if low & 0xFFFFFFF != 2 * count or high != _WITH_PREVIOUS << 28:
                 raise damaged(self._codec, "two planes stored together do not fit")
-            pair = self._take(2 * count, "a plane").view(np.uint16)
-            self._skip_padding()
-            return pair
-        low_plane = self._plane(low, count, _LOW)
-        high_plane = self._plane(high, count, _HIGH)
-        if low_plane is None and high_plane is None:
+            return self._take(2 * count, "a plane").view(np.uint16)
+        planes = self._plane(low, count, _LOW), self._plane(high, count, _HIGH)
+        if planes[0] is planes[1] is None:
             return None
-        lane = self._scratch.lanes[0][:count] if out is None else out
-        moved = self._header.moved and number == self._header.width // 2 - 1
-        join_lane(low_plane, high_plane, moved, lane, self._scratch)
+        lane, moved = self._scratch.lanes[0][:count], self._header.moved and number == self._header.width // 2 - 1
+        join_lane(*planes, moved, lane, self._scratch)
         return lane
 
     def _plane(self, entry: int, count: int, room: int) -> Bytes | None:
@@ -464,7 +434,6 @@ class PlaneDecoder:
         if kind not in (_AS_IS, _FRAME):
             raise damaged(self._codec, f"a plane of unknown kind {kind}")
         data = self._take(nbytes, "a plane")
-        self._skip_padding()
         if kind == _FRAME:
             plane = self._scratch.words(1, room, count)
             decompress_into(self._codec, memoryview(data), memoryview(plane))  # type: ignore[arg-type]

@@ -363,15 +363,19 @@ class Files:
         file = DataFile(names.data_name(self.source.info.id, self._rank, number), nbytes)
         offset = len(header)
         for one in part:
-            self._pieces[one.work.key] = one.piece_at(len(self.new), offset)
-            if one.is_over and one.work.over is not None:
-                self._keep(one.work.start, one.work.over.needed)
+            piece, over = one.piece_at(len(self.new), offset), one.work.over
+            self._pieces[one.work.key] = piece
+            if one.is_over and over is not None:
+                self._keep(one.work.start, over.needed)
+            for twin, start in one.work.twins:
+                self._pieces[twin, start] = replace(piece, alias=True)
+                if one.is_over and over is not None:
+                    self._keep(start, {(level, twin): replace(under, alias=True) for (level, _), under in over.needed.items()})
             offset += len(one.stored)
         self.new.append(file)
         return file, header
 
     def _keep(self, start: int, needed: Needed) -> None:
-        assert self.plan.before is not None
         for (level, name), piece in needed.items():
             self._needed[level or self.plan.before.info.id, name, start] = piece
             self._used.add(piece.file)
@@ -379,16 +383,13 @@ class Files:
     def old_files(self) -> tuple[DataFile, ...]:
         """The files of older snapshots that are needed, the oldest first."""
         before = self.plan.before
-        if before is None:
-            return ()
         return tuple(sorted((before.files[index] for index in self._used), key=lambda file: file.name))
 
     def manifest(self) -> Manifest:
         """Of all that was added."""
         old = self.old_files()
         files = (*old, *self.new)
-        before = self.plan.before
-        numbers = {index: old.index(before.files[index]) for index in self._used} if before is not None else {}
+        numbers = {index: old.index(self.plan.before.files[index]) for index in self._used}
         pieces = {
             key: _moved(piece, numbers[piece.file] if key in self.plan.old else len(old) + piece.file)
             for key, piece in self._pieces.items()

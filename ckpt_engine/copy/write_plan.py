@@ -14,7 +14,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ckpt_engine.copy.adam_groups import AdamGroup, find
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
@@ -33,6 +34,8 @@ ROWS = "rows"
 _OLDER_COUNTS = 0.5
 """A delta that has more than this share of the bytes of all newer ones stays when they are replaced: each row that
 changes is then written a second time, and hardly ever a third time."""
+REACH = 2
+"""Snapshots whose pieces are referred to: the newest older ones."""
 _ROW_BYTES, _MORE_BYTES = 160, 260
 """Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
 Key = tuple[str, int]
@@ -101,6 +104,7 @@ class Work:
 
     Args:
         settled: it has not changed, or in few rows until now: it is stored apart from what changes everywhere.
+        twins: where the state has the same bytes once more: they refer to this piece.
     """
 
     name: str
@@ -108,6 +112,7 @@ class Work:
     piece: Piece
     over: DeltaBase | None = None
     settled: bool = False
+    twins: tuple[Key, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -134,14 +139,16 @@ class WritePlan:
 
     Args:
         bounds: by which it was made.
-        before: the older snapshot there that keeps alive what is referred to.
-        old: pieces of `before` that are referred to, each with all that decoding it takes.
+        keepers: the older snapshots there that keep alive what is referred to, the newest first.
+        before: the newest of them, an empty one if there is none; after its own files it has those of the others.
+        old: pieces of `before` and of others that are referred to, each with all that decoding it takes.
         parts: what is encoded together, in order.
         pays: whether that spares enough.
     """
 
     bounds: SharingBounds
-    before: Manifest | None
+    keepers: tuple[str, ...]
+    before: Manifest
     old: Mapping[Key, Needed]
     parts: tuple[tuple[Job, ...], ...]
     pays: bool = True
@@ -155,7 +162,8 @@ class WritePlan:
         jobs = [job for part in self.parts for job in part]
         work = [one for job in jobs for one in job.work]
         refers = [*(one.over.needed for one in work if one.over is not None), *self.old.values()]
-        texts = sum(2 * len(one.name.encode()) + _ROW_BYTES + _MORE_BYTES for one in work)
+        keys = [key for one in work for key in (one.key, *one.twins)]
+        texts = sum(2 * len(name.encode()) + _ROW_BYTES + _MORE_BYTES for name, _ in keys)
         texts += sum(9 * (len(one.name.encode()) + 3) for job in jobs if job.adam for one in job.work)
         texts += sum(
             sum(len(one.encode()) + 3 for one in (name, *piece.group)) + 2 * _MORE_BYTES
@@ -176,15 +184,24 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False, read
     Raises:
         StorageError: from the target.
     """
-    before = _before(manifest, target)
-    there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if before is not None else {}
-    usable = {file.name for file in (before.files if before else ()) if there.get(file.name) == file.nbytes}
-    return decide_sound(manifest, before, usable - target.damaged, lambda _: differences, ENCODED, read)
+    older = older_than(manifest.info.seq, target)
+    there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if older else {}
+    usable = {file.name for one in older for file in one.files if there.get(file.name) == file.nbytes}
+    return decide_sound(manifest, older, usable - target.damaged, lambda _: differences, ENCODED, read)
+
+
+def older_than(seq: float, repository: Repository) -> list[Manifest]:
+    """The newest older snapshots in a repository that can be read, the newest first. Raises `StorageError`."""
+    found = []
+    for parsed in [parsed for parsed in repository.ids() if parsed.seq < seq][: -REACH - 1 : -1]:
+        with suppress(CorruptError, StorageMissingError):
+            found.append(repository.read(parsed.id))
+    return found
 
 
 def decide_sound(
     manifest: Manifest,
-    before: Manifest | None,
+    older: Sequence[Manifest],
     usable: set[str],
     differs: Callable[[str], bool],
     bounds: SharingBounds,
@@ -195,20 +212,20 @@ def decide_sound(
     Each snapshot has another piece read back, by its number, so that damage is found before all snapshots depend on it.
 
     Args:
-        read: `Storage.get_into` of the place of `before`; None: nothing is read back.
+        read: `Storage.get_into` of the place of `older`; None: nothing is read back.
 
     Raises:
         StorageError: from `read`.
     """
     while True:
-        planned = decide(manifest, before, usable, differs, bounds)
+        planned = decide(manifest, older, usable, differs, bounds)
         work = (one.over for part in planned.parts for job in part for one in job.work)
         refers = [*planned.old.values(), *(over.needed for over in work if over is not None)]
         pieces = {(piece.file, piece.offset): piece for needed in refers for piece in needed.values()}
-        if before is None or read is None or not pieces:
+        if read is None or not pieces:
             return planned
         piece = pieces[sorted(pieces)[manifest.info.seq % len(pieces)]]
-        name = before.files[piece.file].name
+        name = planned.before.files[piece.file].name
         if is_sound(read, name, piece):
             return planned
         usable = usable - {name}
@@ -250,28 +267,28 @@ def read_back(target: Repository, tier: str, manifest: Manifest, read: ReadInto)
 
 def decide(
     manifest: Manifest,
-    before: Manifest | None,
+    older: Sequence[Manifest],
     usable: Container[str],
     differs: Callable[[str], bool],
     bounds: SharingBounds,
 ) -> WritePlan:
-    """How `manifest` is stored where `before` is. Pure, as far as `differs` is.
+    """How `manifest` is stored where `older` are. Pure, as far as `differs` is.
 
     Args:
-        usable: the data files of `before` that may be referred to.
+        older: what is referred to: pieces of these snapshots, the newest first; differences are to the newest.
+        usable: the data files of `older` that may be referred to.
         differs: whether changed pieces of an entry may be stored as differences; asked once per entry with any.
     """
     pieces = {(name, start): piece for name, entry in manifest.entries.items() for start, piece in entry.placed()}
-    if before is None:
-        return WritePlan(bounds, None, {}, _parts([Job((Work(*key, one),)) for key, one in pieces.items()], bounds))
-    same, changed = compared(manifest, before)
+    before = _with_all_files(older, manifest)
+    same, changed = compared(manifest, pieces, before)
+    same |= _elsewhere(manifest, {key: piece for key, piece in pieces.items() if key not in same}, older, before)
+    changed = {key: needed for key, needed in changed.items() if key not in same}
     differing = set(filter(differs, dict.fromkeys(name for name, _ in changed)))
     wanted = {key: needed for key, needed in changed.items() if key[0] in differing}
     groups = _adam_groups(manifest, before, wanted, bounds) if wanted and not bounds.rows_only else []
     overs = _overs(before, wanted, {(name, start) for group, start in groups for name in group.entries}, bounds)
     sizes = {key: piece.raw_nbytes for key, piece in pieces.items()}
-    spared = sum(sizes[key] for key in same)
-    spared += sum(sizes[key] - (over.chain[0].nbytes if over.chain[1:] else 0) for key, over in overs.items())
     # What stays, or changes in few rows, is apart from what changes everywhere: its files are referred to for long.
     slow = {key for key, needed in changed.items() if needed[None, key[0]].codec == ROWS} | set(same)
     room_bytes = sum(nbytes for key, nbytes in sizes.items() if key not in slow and key not in overs)
@@ -284,42 +301,50 @@ def decide(
         for key, piece in pieces.items()
         if key not in same or key not in kept
     ]
+    if twins := _twins(fresh, groups, refers):
+        others = {first.key: [key for key, one in twins.items() if one is first] for first in twins.values()}
+        fresh = [replace(one, twins=tuple(others.get(one.key, ()))) for one in fresh if one.key not in twins]
+    overs = {key: over for key, over in overs.items() if key not in twins}
+    spared = sum(sizes[key] for key in same.keys() | twins.keys())
+    spared += sum(sizes[key] - (over.chain[0].nbytes if over.chain[1:] else 0) for key, over in overs.items())
     settled = [Job((one,)) for one in fresh if one.settled]
     quick = _jobs([one for one in fresh if not one.settled], groups)
     together = [settled + quick] if bounds.part_bytes is None else [settled, quick]
     parts = tuple(part for jobs in together for part in _parts(jobs, bounds))
     pays = spared >= max(bounds.least_bytes, bounds.least_share * sum(sizes.values()))
-    return WritePlan(bounds, before, {key: one for key, one in same.items() if key in kept}, parts, pays)
+    old = {key: one for key, one in same.items() if key in kept}
+    return WritePlan(bounds, tuple(one.info.id for one in older), before, old, parts, pays)
 
 
 def plan_alone(manifest: Manifest) -> WritePlan:
     """How `manifest` is stored encoded where it is to refer to nothing."""
-    return decide(manifest, None, (), lambda _: False, ENCODED)
+    return decide(manifest, (), (), lambda _: False, ENCODED)
 
 
-def _before(manifest: Manifest, target: Repository) -> Manifest | None:
-    """The newest older snapshot there; None: there is none, or it is damaged."""
-    older = [parsed for parsed in target.ids() if parsed.seq < manifest.info.seq]
-    try:
-        return target.read(older[-1].id) if older else None
-    except (CorruptError, StorageMissingError):
-        return None
+def _with_all_files(older: Sequence[Manifest], manifest: Manifest) -> Manifest:
+    """The newest of `older`, an empty one if there is none; after its own files it has those of the others."""
+    before = older[0] if older else replace(manifest, entries={}, tree={}, bases={})
+    return replace(before, files=tuple(dict.fromkeys(file for one in older for file in one.files)))
 
 
-def compared(manifest: Manifest, before: Manifest) -> tuple[dict[Key, Needed], dict[Key, Needed]]:
-    """What the older snapshot has at the places of pieces that have the same bytes there, and at those of others."""
+def compared(
+    manifest: Manifest, pieces: Mapping[Key, Piece], before: Manifest
+) -> tuple[dict[Key, Needed], dict[Key, Needed]]:
+    """What an older snapshot has at the places of pieces that have the same bytes there, and at those of others."""
     same: dict[Key, Needed] = {}
     changed: dict[Key, Needed] = {}
-    for name, entry in manifest.entries.items():
-        for start, piece, found in paired(entry, before.entries.get(name)):
-            needed: Needed = {(None, name): found}
-            if found.base is not None or found.group:
-                try:
-                    needed = needed_for(before, name, start, found)
-                    chain_of(before, name, start, found)
-                except CorruptError:
-                    continue  # it is found by those who read it
-            (same if found.content_digest == piece.content_digest else changed)[name, start] = needed
+    for (name, start), piece in pieces.items():
+        found = counterpart(manifest.entries[name], start, piece, before.entries.get(name))
+        if found is None:
+            continue
+        needed: Needed = {(None, name): found}
+        if found.base is not None or found.group:
+            try:
+                needed = needed_for(before, name, start, found)
+                chain_of(before, name, start, found)
+            except CorruptError:
+                continue  # it is found by those who read it
+        (same if found.content_digest == piece.content_digest else changed)[name, start] = needed
     grouped = [(key, group) for key, needed in same.items() if (group := needed[None, key[0]].group)]
     for (name, start), group in grouped:
         # Pieces that were encoded together are referred to together.
@@ -328,18 +353,60 @@ def compared(manifest: Manifest, before: Manifest) -> tuple[dict[Key, Needed], d
     return same, changed
 
 
-def paired(entry: Entry, old: Entry | None) -> list[tuple[int, Piece, Piece]]:
-    """The pieces of an entry that an older snapshot has too: the byte where each begins, itself, and the older one."""
+def counterpart(entry: Entry, start: int, piece: Piece, old: Entry | None) -> Piece | None:
+    """What an older snapshot has at the place of a piece, where its entry has the same form."""
     if old is None or old.dtype != entry.dtype or old.shape != entry.shape:
-        return []
-    there = dict(old.placed())
-    return [
-        (start, piece, found)
-        for start, piece in entry.placed()
-        if (found := there.get(start)) is not None
-        and found.content_digest is not None
-        and found.raw_nbytes == piece.raw_nbytes
-    ]
+        return None
+    found = old.piece_at.get(start)
+    alike = found is not None and found.content_digest is not None and found.raw_nbytes == piece.raw_nbytes
+    return found if alike else None
+
+
+def contents_of(manifest: Manifest) -> dict[str | None, Piece]:
+    """Its pieces by the digest of their decoded bytes."""
+    found = {piece.content_digest: piece for entry in manifest.entries.values() for piece in entry.pieces}
+    found.pop(None, None)
+    return found
+
+
+def _elsewhere(
+    manifest: Manifest, missing: Mapping[Key, Piece], older: Sequence[Manifest], before: Manifest
+) -> dict[Key, Needed]:
+    """What older snapshots have of these pieces at other places, or not the newest one at this place.
+
+    At another place only what decodes alone: bases and groups are found by names. Those of others are left alone, too.
+    """
+    numbers = {file.name: number for number, file in enumerate(before.files)}
+    found: dict[Key, Needed] = {}
+    for number, one in enumerate(older if missing else ()):
+        known = contents_of(one)
+        hits = {key: there for key, piece in missing.items() if (there := known.get(piece.content_digest)) is not None}
+        here = compared(manifest, hits, one)[0] if number and hits else {}
+        for key, there in hits.items():
+            alone: Needed = {(None, key[0]): there} if there.base is None and not there.group else {}
+            needed = here.get(key, alone)
+            if needed and {name for _, name in needed} <= {key[0], *needed[None, key[0]].group}:
+                moved = {at: _alias(piece, numbers[one.files[piece.file].name]) for at, piece in needed.items()}
+                found.setdefault(key, moved)
+    return found
+
+
+def _alias(piece: Piece, file: int) -> Piece:
+    return replace(piece, file=file, alias=True)
+
+
+def _twins(
+    fresh: Sequence[Work], groups: Sequence[tuple[AdamGroup, int]], refers: Mapping[Key, Needed]
+) -> dict[Key, Work]:
+    """Those whose bytes another one has that is written, with that one."""
+    firsts = {one.piece.content_digest: one for one in reversed(fresh)}
+    if len(firsts) == len(fresh):
+        return {}
+    # What is found by names, because it was encoded together, has its names for itself.
+    named = {name for group, _ in groups for name in group.entries}
+    named |= {name for needed in refers.values() for piece in needed.values() for name in piece.group}
+    pairs = [(one, firsts[one.piece.content_digest]) for one in fresh if one.piece.content_digest is not None]
+    return {one.key: first for one, first in pairs if one is not first and not {one.name, first.name} & named}
 
 
 def _kept(

@@ -308,13 +308,13 @@ class Repository:
         self.storage.put(name, [memoryview(text)])
         self.remember(manifest)
 
-    def still_has(self, snapshot: str, files: Sequence[DataFile]) -> bool:
-        """Whether a snapshot is there with these data files, which stay as long as nothing is forgotten.
+    def still_has(self, snapshots: Collection[str], files: Sequence[DataFile]) -> bool:
+        """Whether snapshots are there with these data files, which stay as long as nothing is forgotten.
 
         Raises:
             StorageError: that cannot be found out.
         """
-        return any(parsed.id == snapshot for parsed in self.ids()) and not lacking(self.storage, files)
+        return {parsed.id for parsed in self.ids()}.issuperset(snapshots) and not lacking(self.storage, files)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""

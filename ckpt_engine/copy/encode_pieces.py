@@ -304,6 +304,8 @@ class Files:
         self.plan = planned
         self.new: list[DataFile] = []
         self._pieces: dict[Key, Piece] = {}
+        self._firsts: dict[str, Key] = {}
+        self._aliases: dict[Key, Key] = {}
         self._needed: dict[tuple[str, str, int], Piece] = {}
         """Pieces of the older snapshot that are bases, by whose they are, entry and place."""
         self._used: set[int] = set()
@@ -321,13 +323,21 @@ class Files:
             CopySourceError: what is copied cannot be read.
         """
         for part in encoder.ahead():
-            kinds = {kind: [one for one in part if one.kind_of_file == kind] for kind in (CHANGED, SETTLED, DELTAS)}
+            once = list(filter(self._is_first, part))
+            kinds = {kind: [one for one in once if one.kind_of_file == kind] for kind in (CHANGED, SETTLED, DELTAS)}
+            once.clear()
             part.clear()  # else a third part would be in memory
             for kind, done in kinds.items():
                 if done:
                     file, header = self._add(done, kind)
                     yield file, [memoryview(header), *(memoryview(one.stored) for one in done)], done
                     done.clear()
+
+    def _is_first(self, one: EncodedPiece) -> bool:
+        """Whether no piece that is written in full has its bytes already; else it is an alias of that one."""
+        first = one.work.key if one.is_over else self._firsts.setdefault(one.raw_digest, one.work.key)
+        self._aliases |= {} if first == one.work.key else {one.work.key: first}
+        return first == one.work.key
 
     def _add(self, part: Sequence[EncodedPiece], kind: int) -> tuple[DataFile, bytes]:
         """The next data file: its header, after which the pieces follow.
@@ -363,14 +373,9 @@ class Files:
         file = DataFile(names.data_name(self.source.info.id, self._rank, number), nbytes)
         offset = len(header)
         for one in part:
-            piece, over = one.piece_at(len(self.new), offset), one.work.over
-            self._pieces[one.work.key] = piece
-            if one.is_over and over is not None:
-                self._keep(one.work.start, over.needed)
-            for twin, start in one.work.twins:
-                self._pieces[twin, start] = replace(piece, alias=True)
-                if one.is_over and over is not None:
-                    self._keep(start, {(level, twin): replace(under, alias=True) for (level, _), under in over.needed.items()})
+            self._pieces[one.work.key] = one.piece_at(len(self.new), offset)
+            if one.is_over and one.work.over is not None:
+                self._keep(one.work.start, one.work.over.needed)
             offset += len(one.stored)
         self.new.append(file)
         return file, header
@@ -394,6 +399,7 @@ class Files:
             key: _moved(piece, numbers[piece.file] if key in self.plan.old else len(old) + piece.file)
             for key, piece in self._pieces.items()
         }
+        pieces |= {key: replace(pieces[first], alias=True) for key, first in self._aliases.items()}
         entries = {
             name: Entry(
                 entry.dtype,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
 
@@ -25,9 +25,9 @@ from ckpt_engine.copy.write_plan import (
     SharingBounds,
     WritePlan,
     contents_of,
-    counterpart,
     decide_sound,
     older_than,
+    paired,
     plan,
     plan_alone,
 )
@@ -43,8 +43,6 @@ from ckpt_engine.store.storage.watchdog import CallProgress, GuardedReader
 SMALL_BYTES = 64 << 20
 """Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
 SAMPLES = 8
-GLANCED_BYTES = 32
-"""Of each entry: whether it seems to be the same as another one."""
 ROW_SAMPLES = 4
 """Rows of an entry that are looked at first."""
 
@@ -222,7 +220,6 @@ class DedupBaseline:
         self._rows_from = aside if repository.storage.capabilities.cheap_reads else None
         """Where reading older data back costs little; else only whole pieces are spared."""
         self._older: list[Manifest] = []
-        """The newest snapshots, the newest first."""
         self._expects = False
 
     def contents(self, staged: Staged) -> Encoded | None:
@@ -235,14 +232,16 @@ class DedupBaseline:
         bounds = write_plan.PLAIN
         if staged.cut_layout.nbytes < bounds.least_bytes:
             return None
-        older = self._known()
-        if not self._is_promising(staged, older):
+        if self._first_look is not None:
+            aside, self._first_look = self._first_look, None
+            self._older = aside.read(lambda repository: list(older_than(math.inf, repository)))
+        if not self._is_promising(staged):
             return None
         began = time.thread_time()
         digests, digest_seconds = staged.timed_digest()
         manifest = staged.manifest(self._repository.run_id, digests)
         with staged.slot.image(staged.nbytes) as image:
-            planned = self._planned(manifest, partial(self._seems_in_few_rows, manifest, older, image), bounds)
+            planned = self._planned(manifest, partial(self._seems_in_few_rows, manifest, image), bounds)
         self._expects = planned.pays
         if not planned.pays:
             return None
@@ -269,12 +268,6 @@ class DedupBaseline:
         self._first_look = None
         self._older = [manifest, *self._older][:REACH]
 
-    def _known(self) -> list[Manifest]:
-        if self._first_look is not None:
-            aside, self._first_look = self._first_look, None
-            self._older = aside.read(partial(older_than, math.inf))
-        return self._older
-
     def read(self, name: str, start: int, out: memoryview) -> None:
         """As `Storage.get_into`; aside, where that is possible."""
         if self._aside is None:
@@ -292,12 +285,11 @@ class DedupBaseline:
 
         return decoder_of(self.read, before, glance)
 
-    def _seems_in_few_rows(self, manifest: Manifest, older: Sequence[Manifest], image: memoryview, name: str) -> bool:
+    def _seems_in_few_rows(self, manifest: Manifest, image: memoryview, name: str) -> bool:
         """Whether few rows of an entry seem to have changed, as far as a few rows of one piece tell."""
-        for start, new in manifest.entries[name].placed():
-            old = counterpart(manifest.entries[name], start, new, older[0].entries.get(name))
-            if old is not None and new.content_digest != old.content_digest:
-                return self._in_few_rows(name, manifest, new, old, older[0], image)
+        for _, new, old in paired(manifest.entries[name], self._older[0].entries.get(name)):
+            if new.content_digest != old.content_digest:
+                return self._in_few_rows(name, manifest, new, old, self._older[0], image)
         return False
 
     def _in_few_rows(
@@ -324,27 +316,27 @@ class DedupBaseline:
         here = (image[piece.offset + start :][:row_nbytes] for start in starts)
         return 2 * sum(a == b for a, b in zip(rows, here, strict=True)) >= ROW_SAMPLES
 
-    def _is_promising(self, staged: Staged, older: Sequence[Manifest]) -> bool:
+    def _is_promising(self, staged: Staged) -> bool:
         if self._expects or staged.digests.known is not None or staged.cut_layout.nbytes <= SMALL_BYTES:
             return True
         manifest = staged.manifest(self._repository.run_id, staged.cut_layout.blank_digests())
         with staged.slot.image(staged.nbytes) as image:
-            return _seems_to_repeat(manifest, image) or self._samples_are_there(manifest, older, image)
+            return _seems_to_repeat(manifest, image) or self._samples_are_there(manifest, image)
 
-    def _samples_are_there(self, manifest: Manifest, older: Sequence[Manifest], image: memoryview) -> bool:
+    def _samples_are_there(self, manifest: Manifest, image: memoryview) -> bool:
         """Whether one of a few pieces is unchanged, or has changed in few rows."""
-        placed = ((name, *one) for name, entry in manifest.entries.items() for one in entry.placed())
-        pieces = [(piece.offset, name, start, piece) for name, start, piece in placed]
-        known = set[str | None]().union(*map(contents_of, older))
-        for number in range(SAMPLES if older else 0):
+        pieces = [(piece.offset, name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
+        known = set[str]().union(*map(contents_of, self._older))
+        for number in range(SAMPLES if self._older else 0):
             # Evenly over the bytes: it is bytes that are to be spared.
             middle = len(image) * (2 * number + 1) // (2 * SAMPLES)
-            _, name, start, piece = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
+            _, name, piece = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
             with image[piece.offset : piece.offset + piece.nbytes] as part:
                 if digest(part) in known:
                     return True
-            old = counterpart(manifest.entries[name], start, piece, older[0].entries.get(name))
-            if old is not None and self._in_few_rows(name, manifest, piece, old, older[0], image):
+            pairs = paired(manifest.entries[name], self._older[0].entries.get(name))
+            old = next((old for _, new, old in pairs if new is piece), None)
+            if old is not None and self._in_few_rows(name, manifest, piece, old, self._older[0], image):
                 return True
         return False
 
@@ -352,6 +344,6 @@ class DedupBaseline:
 def _seems_to_repeat(manifest: Manifest, image: memoryview) -> bool:
     """Whether entries that are worth it seem to have the same bytes, as far as a few bytes of each tell."""
     first = [(entry.nbytes, entry.pieces[0].offset) for entry in manifest.entries.values() if entry.pieces]
-    glances = {(size, bytes(image[at : at + size : max(1, size // GLANCED_BYTES)])): size for size, at in first}
+    glances = {(size, bytes(image[at : at + size : max(1, size // (4 * SAMPLES))])): size for size, at in first}
     spared, bounds = manifest.info.nbytes - sum(glances.values()), write_plan.PLAIN
     return spared >= max(bounds.least_bytes, bounds.least_share * manifest.info.nbytes)

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ckpt_engine.copy.adam_groups import AdamGroup, find
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
@@ -104,7 +103,6 @@ class Work:
 
     Args:
         settled: it has not changed, or in few rows until now: it is stored apart from what changes everywhere.
-        twins: where the state has the same bytes once more: they refer to this piece.
     """
 
     name: str
@@ -112,7 +110,6 @@ class Work:
     piece: Piece
     over: DeltaBase | None = None
     settled: bool = False
-    twins: tuple[Key, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -162,8 +159,7 @@ class WritePlan:
         jobs = [job for part in self.parts for job in part]
         work = [one for job in jobs for one in job.work]
         refers = [*(one.over.needed for one in work if one.over is not None), *self.old.values()]
-        keys = [key for one in work for key in (one.key, *one.twins)]
-        texts = sum(2 * len(name.encode()) + _ROW_BYTES + _MORE_BYTES for name, _ in keys)
+        texts = sum(2 * len(one.name.encode()) + _ROW_BYTES + _MORE_BYTES for one in work)
         texts += sum(9 * (len(one.name.encode()) + 3) for job in jobs if job.adam for one in job.work)
         texts += sum(
             sum(len(one.encode()) + 3 for one in (name, *piece.group)) + 2 * _MORE_BYTES
@@ -184,19 +180,17 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False, read
     Raises:
         StorageError: from the target.
     """
-    older = older_than(manifest.info.seq, target)
+    older = list(older_than(manifest.info.seq, target))
     there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if older else {}
     usable = {file.name for one in older for file in one.files if there.get(file.name) == file.nbytes}
     return decide_sound(manifest, older, usable - target.damaged, lambda _: differences, ENCODED, read)
 
 
-def older_than(seq: float, repository: Repository) -> list[Manifest]:
+def older_than(seq: float, repository: Repository, most: int = REACH) -> Iterator[Manifest]:
     """The newest older snapshots in a repository that can be read, the newest first. Raises `StorageError`."""
-    found = []
-    for parsed in [parsed for parsed in repository.ids() if parsed.seq < seq][: -REACH - 1 : -1]:
-        with suppress(CorruptError, StorageMissingError):
-            found.append(repository.read(parsed.id))
-    return found
+    for parsed in [parsed for parsed in repository.ids() if parsed.seq < seq][: -most - 1 : -1]:
+        with suppress(FormatError, StorageMissingError):
+            yield {one.info.id: one for one in repository.recent}.get(parsed.id) or repository.read(parsed.id)
 
 
 def decide_sound(
@@ -280,7 +274,10 @@ def decide(
         differs: whether changed pieces of an entry may be stored as differences; asked once per entry with any.
     """
     pieces = {(name, start): piece for name, entry in manifest.entries.items() for start, piece in entry.placed()}
-    before = _with_all_files(older, manifest)
+    before = replace(
+        older[0] if older else replace(manifest, entries={}, tree={}, bases={}),
+        files=tuple(dict.fromkeys(file for one in older for file in one.files)),
+    )
     same, changed = compared(manifest, pieces, before)
     same |= _elsewhere(manifest, {key: piece for key, piece in pieces.items() if key not in same}, older, before)
     changed = {key: needed for key, needed in changed.items() if key not in same}
@@ -301,11 +298,9 @@ def decide(
         for key, piece in pieces.items()
         if key not in same or key not in kept
     ]
-    if twins := _twins(fresh, groups, refers):
-        others = {first.key: [key for key, one in twins.items() if one is first] for first in twins.values()}
-        fresh = [replace(one, twins=tuple(others.get(one.key, ()))) for one in fresh if one.key not in twins]
-    overs = {key: over for key, over in overs.items() if key not in twins}
-    spared = sum(sizes[key] for key in same.keys() | twins.keys())
+    # What is written in full is written once.
+    full = [(one.piece.content_digest or one.key, one.piece.raw_nbytes) for one in fresh if one.over is None]
+    spared = sum(sizes[key] for key in same) + sum(nbytes for _, nbytes in full) - sum(dict(full).values())
     spared += sum(sizes[key] - (over.chain[0].nbytes if over.chain[1:] else 0) for key, over in overs.items())
     settled = [Job((one,)) for one in fresh if one.settled]
     quick = _jobs([one for one in fresh if not one.settled], groups)
@@ -321,30 +316,24 @@ def plan_alone(manifest: Manifest) -> WritePlan:
     return decide(manifest, (), (), lambda _: False, ENCODED)
 
 
-def _with_all_files(older: Sequence[Manifest], manifest: Manifest) -> Manifest:
-    """The newest of `older`, an empty one if there is none; after its own files it has those of the others."""
-    before = older[0] if older else replace(manifest, entries={}, tree={}, bases={})
-    return replace(before, files=tuple(dict.fromkeys(file for one in older for file in one.files)))
-
-
 def compared(
-    manifest: Manifest, pieces: Mapping[Key, Piece], before: Manifest
+    manifest: Manifest, pieces: Container[Key], before: Manifest
 ) -> tuple[dict[Key, Needed], dict[Key, Needed]]:
     """What an older snapshot has at the places of pieces that have the same bytes there, and at those of others."""
     same: dict[Key, Needed] = {}
     changed: dict[Key, Needed] = {}
-    for (name, start), piece in pieces.items():
-        found = counterpart(manifest.entries[name], start, piece, before.entries.get(name))
-        if found is None:
-            continue
-        needed: Needed = {(None, name): found}
-        if found.base is not None or found.group:
-            try:
-                needed = needed_for(before, name, start, found)
-                chain_of(before, name, start, found)
-            except CorruptError:
-                continue  # it is found by those who read it
-        (same if found.content_digest == piece.content_digest else changed)[name, start] = needed
+    for name, entry in manifest.entries.items():
+        for start, piece, found in paired(entry, before.entries.get(name)):
+            if (name, start) not in pieces:
+                continue
+            needed: Needed = {(None, name): found}
+            if found.base is not None or found.group:
+                try:
+                    needed = needed_for(before, name, start, found)
+                    chain_of(before, name, start, found)
+                except CorruptError:
+                    continue  # it is found by those who read it
+            (same if found.content_digest == piece.content_digest else changed)[name, start] = needed
     grouped = [(key, group) for key, needed in same.items() if (group := needed[None, key[0]].group)]
     for (name, start), group in grouped:
         # Pieces that were encoded together are referred to together.
@@ -353,60 +342,58 @@ def compared(
     return same, changed
 
 
-def counterpart(entry: Entry, start: int, piece: Piece, old: Entry | None) -> Piece | None:
-    """What an older snapshot has at the place of a piece, where its entry has the same form."""
+def paired(entry: Entry, old: Entry | None) -> list[tuple[int, Piece, Piece]]:
+    """The pieces of an entry that an older snapshot has too: the byte where each begins, itself, and the older one."""
     if old is None or old.dtype != entry.dtype or old.shape != entry.shape:
-        return None
-    found = old.piece_at.get(start)
-    alike = found is not None and found.content_digest is not None and found.raw_nbytes == piece.raw_nbytes
-    return found if alike else None
+        return []
+    there = dict(old.placed())
+    return [
+        (start, piece, found)
+        for start, piece in entry.placed()
+        if (found := there.get(start)) is not None
+        and found.content_digest is not None
+        and found.raw_nbytes == piece.raw_nbytes
+    ]
 
 
-def contents_of(manifest: Manifest) -> dict[str | None, Piece]:
+def contents_of(manifest: Manifest) -> dict[str, Piece]:
     """Its pieces by the digest of their decoded bytes."""
-    found = {piece.content_digest: piece for entry in manifest.entries.values() for piece in entry.pieces}
-    found.pop(None, None)
-    return found
+    return {
+        content: piece
+        for entry in manifest.entries.values()
+        for piece in entry.pieces
+        if (content := piece.content_digest) is not None
+    }
 
 
 def _elsewhere(
     manifest: Manifest, missing: Mapping[Key, Piece], older: Sequence[Manifest], before: Manifest
 ) -> dict[Key, Needed]:
-    """What older snapshots have of these pieces at other places, or not the newest one at this place.
+    """What older snapshots have of these pieces: at other places if it decodes alone, or at theirs before the newest.
 
-    At another place only what decodes alone: bases and groups are found by names. Those of others are left alone, too.
+    Bases and groups are found by names.
     """
     numbers = {file.name: number for number, file in enumerate(before.files)}
-    found: dict[Key, Needed] = {}
-    for number, one in enumerate(older if missing else ()):
+    same: dict[Key, Needed] = {}
+    for one in older if missing else ():
         known = contents_of(one)
-        hits = {key: there for key, piece in missing.items() if (there := known.get(piece.content_digest)) is not None}
-        here = compared(manifest, hits, one)[0] if number and hits else {}
-        for key, there in hits.items():
-            alone: Needed = {(None, key[0]): there} if there.base is None and not there.group else {}
-            needed = here.get(key, alone)
-            if needed and {name for _, name in needed} <= {key[0], *needed[None, key[0]].group}:
-                moved = {at: _alias(piece, numbers[one.files[piece.file].name]) for at, piece in needed.items()}
-                found.setdefault(key, moved)
-    return found
-
-
-def _alias(piece: Piece, file: int) -> Piece:
-    return replace(piece, file=file, alias=True)
-
-
-def _twins(
-    fresh: Sequence[Work], groups: Sequence[tuple[AdamGroup, int]], refers: Mapping[Key, Needed]
-) -> dict[Key, Work]:
-    """Those whose bytes another one has that is written, with that one."""
-    firsts = {one.piece.content_digest: one for one in reversed(fresh)}
-    if len(firsts) == len(fresh):
-        return {}
-    # What is found by names, because it was encoded together, has its names for itself.
-    named = {name for group, _ in groups for name in group.entries}
-    named |= {name for needed in refers.values() for piece in needed.values() for name in piece.group}
-    pairs = [(one, firsts[one.piece.content_digest]) for one in fresh if one.piece.content_digest is not None]
-    return {one.key: first for one, first in pairs if one is not first and not {one.name, first.name} & named}
+        hits = {
+            key: there
+            for key, piece in missing.items()
+            if key not in same and (there := known.get(piece.content_digest or "")) is not None
+        }
+        found: dict[Key, Needed] = {
+            key: {(None, key[0]): there} for key, there in hits.items() if there.base is None and not there.group
+        }
+        if hits and one is not older[0]:
+            found |= compared(manifest, hits, one)[0]
+        same |= {
+            key: {
+                at: replace(piece, file=numbers[one.files[piece.file].name], alias=True) for at, piece in needed.items()
+            }
+            for key, needed in found.items()
+        }
+    return same
 
 
 def _kept(
@@ -560,6 +547,8 @@ def _adam_groups(
 
 def _jobs(work: Sequence[Work], groups: Sequence[tuple[AdamGroup, int]]) -> list[Job]:
     """Those of Adam's groups in the place of the first moment."""
+    if not groups:
+        return [Job((one,)) for one in work]
     there = {one.key: one for one in work if one.over is not None}
     joined: dict[Key, Job] = {}
     for group, start in groups:
@@ -630,10 +619,7 @@ class Bases:
             return
         yield self._manifest
         with suppress(CkptError):
-            older = [parsed.id for parsed in self._source.ids() if parsed.seq < self._manifest.info.seq]
-            for snapshot in reversed(older[-ENCODED.most_bases - 2 :]):
-                with suppress(CkptError):
-                    yield self._source.read(snapshot)
+            yield from older_than(self._manifest.info.seq, self._source, ENCODED.most_bases + 2)
 
     def _take(self, manifest: Manifest) -> None:
         assert self._source is not None

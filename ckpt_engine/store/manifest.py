@@ -180,7 +180,7 @@ class Entry:
 
     def placed(self) -> Iterable[tuple[int, Piece]]:
         """Its pieces, each with the byte of the array at which it begins."""
-        starts = accumulate(map(_raw_nbytes, self.pieces), initial=0)
+        starts = accumulate(map(_raw_nbytes, self.pieces), initial=0) if len(self.pieces) > 1 else (0,)
         return zip(starts, self.pieces)  # noqa: B905 - the last start is the end
 
     @property
@@ -188,7 +188,12 @@ class Entry:
         """Whether its bytes lie in one file as they are, back to back, under its name."""
         end: int | None = None
         for piece in self.pieces:
-            if piece.codec != RAW or piece.alias or piece.file != self.pieces[0].file or end not in (None, piece.offset):
+            if (
+                piece.codec != RAW
+                or piece.alias
+                or piece.file != self.pieces[0].file
+                or end not in (None, piece.offset)
+            ):
                 return False
             end = piece.offset + piece.nbytes
         return True

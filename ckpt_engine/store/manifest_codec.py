@@ -132,14 +132,14 @@ def encode(manifest: Manifest) -> bytes:
 
 def version_of(manifest: Manifest) -> int:
     """The oldest format version whose readers can read a manifest."""
-    is_plain = all(map(attrgetter("is_plain"), manifest.entries.values()))
-    if not is_plain and any(piece.alias for entry in manifest.entries.values() for piece in entry.pieces):
-        return ALIAS_VERSION
-    if any(type(node) is dict and node.get("$") == PACKED for node in manifest.tree.values()):
-        return PACKED_VERSION
-    if manifest.info.partial is not None:
-        return PARTIAL_VERSION
-    return VERSION if is_plain else STORED_VERSION
+    entries = manifest.entries.values()
+    needs = {
+        STORED_VERSION: not all(map(attrgetter("is_plain"), entries)),
+        PARTIAL_VERSION: manifest.info.partial is not None,
+        PACKED_VERSION: any(type(node) is dict and node.get("$") == PACKED for node in manifest.tree.values()),
+        ALIAS_VERSION: any(piece.alias for entry in entries for piece in entry.pieces),
+    }
+    return max((version for version, is_needed in needs.items() if is_needed), default=VERSION)
 
 
 @contextmanager

@@ -119,6 +119,7 @@ class Repository:
 
     Attributes:
         damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
+        recent: the manifests that were read or written last.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -136,6 +137,7 @@ class Repository:
         self._unlisted: deque[str] = deque(maxlen=16)
         """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
         self.damaged: set[str] = set()
+        self.recent: tuple[Manifest, ...] = ()
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 
@@ -403,6 +405,7 @@ class Repository:
         self._infos[snapshot] = manifest.info
         self._files[snapshot] = tuple([file.name for file in manifest.files])
         self._alive.add(snapshot)
+        self.recent = (*self.recent[-1:], manifest)
 
     def learn(self, listed: Iterable[ObjectInfo], known: Collection[str] | None = None) -> None:
         """Take from the catalog what it has of manifests, if many are unknown.

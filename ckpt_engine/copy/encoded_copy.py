@@ -243,7 +243,7 @@ class DedupBaseline:
         with staged.slot.image(staged.nbytes) as image:
             planned = self._planned(manifest, partial(self._seems_in_few_rows, manifest, image), bounds)
         self._expects = planned.pays
-        if not planned.pays:
+        if not planned.pays or not self._repository.still_has(planned.keepers, planned.before.files):
             return None
         seconds = time.thread_time() - began + digest_seconds
         return Encoded(staged, self._repository, manifest, planned, ROWS, self._reader_of(planned.before), seconds)
@@ -259,7 +259,16 @@ class DedupBaseline:
         return self._planned(manifest, lambda _: False, write_plan.ENCODED)
 
     def _planned(self, manifest: Manifest, differs: Callable[[str], bool], bounds: SharingBounds) -> WritePlan:
-        older = [one for one in self._older if self._repository.still_has([one.info.id], one.files)]
+        older = [
+            one
+            for one in self._older
+            # Who is one of several ranks does not know what others have removed.
+            if (
+                one.info.id in self._repository.alive
+                if self._aside is not None
+                else self._repository.still_has([one.info.id], one.files)
+            )
+        ]
         usable = {file.name for one in older for file in one.files} - self._repository.damaged
         return decide_sound(manifest, older, usable, differs, bounds, self.read)
 

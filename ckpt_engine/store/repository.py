@@ -120,6 +120,7 @@ class Repository:
     Attributes:
         damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
         recent: the manifests that were read or written last.
+        alive: the snapshots of the last listing, and those committed since.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -130,8 +131,7 @@ class Repository:
         self._stored_record: bytes | None = None
         self._run_of_manifests: str | None = None
         self._last_look: Sequence[tuple[names.ParsedId, ObjectInfo]] = ()
-        # The snapshots of the last listing, and those committed since.
-        self._alive: set[str] = set()
+        self.alive: set[str] = set()
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
@@ -326,7 +326,7 @@ class Repository:
         """Remove manifests, durably: the snapshots no longer exist, their data becomes garbage. Needs the lease."""
         gone = tuple(ids)
         for snapshot in gone:
-            self._alive.discard(snapshot)
+            self.alive.discard(snapshot)
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
         self.storage.delete(*map(names.manifest_name, gone))
@@ -355,8 +355,8 @@ class Repository:
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
         found = self.data(in_flight) if data is None else data
         self._forgotten &= {owner.id for _, owner in found}
-        listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self._alive]
-        own = {name for snapshot in self._alive for name in self._files.get(snapshot, ())}
+        listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self.alive]
+        own = {name for snapshot in self.alive for name in self._files.get(snapshot, ())}
         loose = [(item, owner) for item, owner in found if item.name not in own]
         if not loose:
             return Garbage((), (), ())
@@ -370,9 +370,9 @@ class Repository:
         ]
         free = tuple(item for item, proven in unneeded if proven)
         owners = frozenset(owner.id for item in free if (owner := names.data_owner(item.name)))
-        owners -= self._alive | self._forgotten
+        owners -= self.alive | self._forgotten
         if free:
-            self._require_gone(owners | set(self._unlisted).difference(self._alive))
+            self._require_gone(owners | set(self._unlisted).difference(self.alive))
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged, owners)
 
     def _require_gone(self, snapshots: Collection[str]) -> None:
@@ -404,7 +404,7 @@ class Repository:
         snapshot = manifest.info.id
         self._infos[snapshot] = manifest.info
         self._files[snapshot] = tuple([file.name for file in manifest.files])
-        self._alive.add(snapshot)
+        self.alive.add(snapshot)
         self.recent = (*self.recent[-1:], manifest)
 
     def learn(self, listed: Iterable[ObjectInfo], known: Collection[str] | None = None) -> None:
@@ -437,14 +437,14 @@ class Repository:
         Args:
             require_room: raises `StorageError` if so many bytes must not be written.
         """
-        if len(self._alive - self._catalogued) < catalog.EVERY:
+        if len(self.alive - self._catalogued) < catalog.EVERY:
             return
         with suppress(CkptError):
             listed = self._manifests()
             self.learn([item for _, item in listed])
-            if len(self._alive - self._catalogued) < catalog.EVERY:
+            if len(self.alive - self._catalogued) < catalog.EVERY:
                 return
-            self._catalogued = set(self._alive)
+            self._catalogued = set(self.alive)
             self._read_missing(listed, self._files, self.files_of)
             cards = (
                 catalog.CatalogEntry(item, self._infos[parsed.id], self._files[parsed.id])
@@ -461,9 +461,9 @@ class Repository:
         """All manifests, oldest first: one listing, no reads."""
         listed = self.storage.list(names.MANIFESTS)
         found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
-        self._alive = {parsed.id for parsed in found}
+        self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
-            for gone in known.keys() - self._alive:
+            for gone in known.keys() - self.alive:
                 del known[gone]
                 self._unlisted.append(gone)
         self._last_look = [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]

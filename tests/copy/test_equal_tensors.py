@@ -167,12 +167,15 @@ def test_content_that_comes_back_or_moves_costs_nothing(tmp_path: Path, codec: s
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("codec", ["raw", "delta"])
 def test_what_retention_has_removed_is_written_again(tmp_path: Path, codec: str) -> None:
-    """Nothing refers to a file that no snapshot keeps."""
+    """Nothing refers to a file that no snapshot keeps; what the newest snapshot keeps is still referred to."""
     life = Life(tmp_path / "run")
-    rounds: list[dict[str, Content]] = [{"a": (1, 2)}, {"a": (3, 4)}, {"a": (1, 2)}, {"b": (1, 2), "a": (1,)}]
+    trained: list[Content] = [(1, 2), (3, 4), (1, 2), (5, 6)]
+    rounds: list[dict[str, Content]] = [{"frozen": tuple(range(20, 26)), "a": content} for content in trained]
     with Checkpointer(tiers=[{"url": str(life.root), "codec": codec, "keep": {"last": 1}}], writer="thread") as ckpt:
         for step, contents in enumerate(rounds):
             ckpt.save(state(contents, step), step=step).wait(60)
+            (*_, newest) = life.manifests()
+            assert step == 0 or life.written(newest) <= 3 * PIECE + HEADERS
     life.check({step: state(contents, step) for step, contents in enumerate(rounds)})
 
 

@@ -129,6 +129,9 @@ def test_equal_tensors_of_a_first_snapshot_are_stored_once(
     assert found is not None
     found.state["student"].zero_()
     assert torch.equal(found.state["teacher"], big(1))
+    live = {name: torch.zeros(BIG, dtype=torch.uint8) for name in ("student", "other", "teacher")}
+    into = load([life.repository], into={**live, "step": 0})
+    assert into is not None and same(into.state, states[1])
 
 
 def test_different_tensors_of_a_first_snapshot_are_written_as_they_are(

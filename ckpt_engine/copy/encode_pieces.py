@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
+from ckpt_engine.copy.sharing_bounds import SharingBounds
 from ckpt_engine.copy.transfer import reading_source
-from ckpt_engine.copy.write_plan import ROWS, Bases, DeltaBase, Job, Key, Needed, SharingBounds, Work, WritePlan
+from ckpt_engine.copy.write_plan import ROWS, Bases, DeltaBase, Job, Key, Needed, Work, WritePlan
 from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, get_codec, get_group_codec
@@ -387,8 +389,7 @@ class Files:
 
     def old_files(self) -> tuple[DataFile, ...]:
         """The files of older snapshots that are needed, the oldest first."""
-        before = self.plan.before
-        return tuple(sorted((before.files[index] for index in self._used), key=lambda file: file.name))
+        return tuple(sorted(map(self.plan.before.files.__getitem__, self._used), key=attrgetter("name")))
 
     def manifest(self) -> Manifest:
         """Of all that was added."""

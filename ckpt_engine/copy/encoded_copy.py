@@ -12,17 +12,18 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.encode_pieces import DELTA, Encoder, Files, Pick, in_rows
+from ckpt_engine.copy.sharing_bounds import SharingBounds
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
 from ckpt_engine.copy.write_plan import (
     REACH,
     ROWS,
     Bases,
-    SharingBounds,
     WritePlan,
     contents_of,
     decide_sound,
@@ -269,7 +270,9 @@ class DedupBaseline:
                 else self._repository.still_has([one.info.id], one.files)
             )
         ]
-        usable = {file.name for one in older for file in one.files} - self._repository.damaged
+        usable = {
+            *map(attrgetter("name"), chain.from_iterable(map(attrgetter("files"), older)))
+        } - self._repository.damaged
         return decide_sound(manifest, older, usable, differs, bounds, self.read)
 
     def committed(self, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
+from itertools import chain, starmap
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -137,9 +137,9 @@ def version_of(manifest: Manifest) -> int:
         STORED_VERSION: not all(map(attrgetter("is_plain"), entries)),
         PARTIAL_VERSION: manifest.info.partial is not None,
         PACKED_VERSION: any(type(node) is dict and node.get("$") == PACKED for node in manifest.tree.values()),
-        ALIAS_VERSION: any(piece.alias for entry in entries for piece in entry.pieces),
+        ALIAS_VERSION: any(map(attrgetter("alias"), chain.from_iterable(map(attrgetter("pieces"), entries)))),
     }
-    return max((version for version, is_needed in needs.items() if is_needed), default=VERSION)
+    return max(filter(needs.get, needs), default=VERSION)
 
 
 @contextmanager

@@ -316,7 +316,7 @@ class Repository:
         Raises:
             StorageError: that cannot be found out.
         """
-        return {parsed.id for parsed in self.ids()}.issuperset(snapshots) and not lacking(self.storage, files)
+        return set(map(attrgetter("id"), self.ids())).issuperset(snapshots) and not lacking(self.storage, files)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""

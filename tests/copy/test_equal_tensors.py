@@ -87,8 +87,7 @@ def test_what_is_written_is_what_neither_of_two_snapshots_has(
 ) -> None:
     """A law: each content is written once, whatever it is called, and each snapshot reads back bit for bit."""
     life = Life(tmp_path_factory.mktemp("law") / "run")
-    tier = {"url": str(life.root), "codec": codec, "keep": {"last": 3}}
-    with Checkpointer(tiers=[tier], writer="thread") as ckpt:
+    with Checkpointer(tiers=[{"url": str(life.root), "codec": codec, "keep": {"last": 3}}], writer="thread") as ckpt:
         for step, contents in enumerate(states):
             ckpt.save(state(contents, step), step=step).wait(60)
     saved = {step: state(contents, step) for step, contents in enumerate(states)}

@@ -212,6 +212,7 @@ def test_a_manifest_that_contradicts_itself_is_corrupt() -> None:
         {"entries": {"w": entry | {"pieces": [piece | {"nbytes": -1}]}}},
         {"entries": {"w": entry | {"pieces": [piece | {"file": -1, "nbytes": 1}]}}},
         {"entries": {"w": entry | {"pieces": [piece | {"file": 7}]}}},
+        {"entries": {"w": entry | {"pieces": [piece | {"offset": 0, "alias": 1}]}}},
         {"entries": {"w": {}}},
         {"entries": []},
         {"files": None},

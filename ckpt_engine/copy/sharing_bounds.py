@@ -1,4 +1,4 @@
-"""How far a place goes to spare bytes: the bounds of what is shared, and which differences are replaced by one."""
+"""The bounds within which a place spares bytes."""
 
 from __future__ import annotations
 

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
+from ckpt_engine.copy.sharing_bounds import SharingBounds
 from ckpt_engine.copy.transfer import reading_source
-from ckpt_engine.copy.write_plan import ROWS, Bases, DeltaBase, Job, Key, Needed, SharingBounds, Work, WritePlan
+from ckpt_engine.copy.write_plan import ROWS, Bases, DeltaBase, Job, Key, Needed, Work, WritePlan
 from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, get_codec, get_group_codec
@@ -304,6 +306,8 @@ class Files:
         self.plan = planned
         self.new: list[DataFile] = []
         self._pieces: dict[Key, Piece] = {}
+        self._firsts: dict[str, Key] = {}
+        self._aliases: dict[Key, Key] = {}
         self._needed: dict[tuple[str, str, int], Piece] = {}
         """Pieces of the older snapshot that are bases, by whose they are, entry and place."""
         self._used: set[int] = set()
@@ -321,13 +325,21 @@ class Files:
             CopySourceError: what is copied cannot be read.
         """
         for part in encoder.ahead():
-            kinds = {kind: [one for one in part if one.kind_of_file == kind] for kind in (CHANGED, SETTLED, DELTAS)}
+            once = list(filter(self._is_first, part))
+            kinds = {kind: [one for one in once if one.kind_of_file == kind] for kind in (CHANGED, SETTLED, DELTAS)}
+            once.clear()
             part.clear()  # else a third part would be in memory
             for kind, done in kinds.items():
                 if done:
                     file, header = self._add(done, kind)
                     yield file, [memoryview(header), *(memoryview(one.stored) for one in done)], done
                     done.clear()
+
+    def _is_first(self, one: EncodedPiece) -> bool:
+        """Whether no piece that is written in full has its bytes already; else it is an alias of that one."""
+        first = one.work.key if one.is_over else self._firsts.setdefault(one.raw_digest, one.work.key)
+        self._aliases |= {} if first == one.work.key else {one.work.key: first}
+        return first == one.work.key
 
     def _add(self, part: Sequence[EncodedPiece], kind: int) -> tuple[DataFile, bytes]:
         """The next data file: its header, after which the pieces follow.
@@ -371,28 +383,24 @@ class Files:
         return file, header
 
     def _keep(self, start: int, needed: Needed) -> None:
-        assert self.plan.before is not None
         for (level, name), piece in needed.items():
             self._needed[level or self.plan.before.info.id, name, start] = piece
             self._used.add(piece.file)
 
     def old_files(self) -> tuple[DataFile, ...]:
         """The files of older snapshots that are needed, the oldest first."""
-        before = self.plan.before
-        if before is None:
-            return ()
-        return tuple(sorted((before.files[index] for index in self._used), key=lambda file: file.name))
+        return tuple(sorted(map(self.plan.before.files.__getitem__, self._used), key=attrgetter("name")))
 
     def manifest(self) -> Manifest:
         """Of all that was added."""
         old = self.old_files()
         files = (*old, *self.new)
-        before = self.plan.before
-        numbers = {index: old.index(before.files[index]) for index in self._used} if before is not None else {}
+        numbers = {index: old.index(self.plan.before.files[index]) for index in self._used}
         pieces = {
             key: _moved(piece, numbers[piece.file] if key in self.plan.old else len(old) + piece.file)
             for key, piece in self._pieces.items()
         }
+        pieces |= {key: replace(pieces[first], alias=True) for key, first in self._aliases.items()}
         entries = {
             name: Entry(
                 entry.dtype,

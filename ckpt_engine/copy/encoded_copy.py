@@ -7,17 +7,31 @@ over.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.encode_pieces import DELTA, Encoder, Files, Pick, in_rows
+from ckpt_engine.copy.sharing_bounds import SharingBounds
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
-from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide_sound, paired, plan, plan_alone
+from ckpt_engine.copy.write_plan import (
+    REACH,
+    ROWS,
+    Bases,
+    WritePlan,
+    contents_of,
+    decide_sound,
+    older_than,
+    paired,
+    plan,
+    plan_alone,
+)
 from ckpt_engine.copy.write_snapshot import RawContents, Staged
 from ckpt_engine.errors import FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
@@ -75,9 +89,9 @@ def put_encoded(
     return files.manifest(), Copied(sent, present)
 
 
-def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
-    """Reads an older snapshot, where there is one and that is cheap."""
-    return decoder_of(target.storage.get_into, before) if before and target.storage.capabilities.cheap_reads else None
+def older_at(target: Repository, before: Manifest) -> Decoder | None:
+    """Reads an older snapshot, where that is cheap."""
+    return decoder_of(target.storage.get_into, before) if target.storage.capabilities.cheap_reads else None
 
 
 class Encoded(RawContents):
@@ -137,9 +151,9 @@ class Encoded(RawContents):
         return self._files.manifest()
 
     def stands(self) -> bool:
-        before, old = self._files.plan.before, self._files.old_files()
+        keepers, old = self._files.plan.keepers, self._files.old_files()
         refers = bool(old) or not self._files.new  # until it is stored it may yet refer to anything there
-        return before is None or not refers or self.repository.still_has(before.info.id, old)
+        return not keepers or not refers or self.repository.still_has(keepers, old)
 
     def _encoded(self, image: memoryview, progress: CallProgress | None) -> Iterator[tuple[DataFile, list[memoryview]]]:
         def view(entry: str, piece: Piece) -> memoryview:
@@ -206,7 +220,7 @@ class DedupBaseline:
         self._first_look = self._aside = aside
         self._rows_from = aside if repository.storage.capabilities.cheap_reads else None
         """Where reading older data back costs little; else only whole pieces are spared."""
-        self._newest: Manifest | None = None
+        self._older: list[Manifest] = []
         self._expects = False
 
     def contents(self, staged: Staged) -> Encoded | None:
@@ -219,21 +233,21 @@ class DedupBaseline:
         bounds = write_plan.PLAIN
         if staged.cut_layout.nbytes < bounds.least_bytes:
             return None
-        before = self._before()
-        if before is None or not self._is_promising(staged, before):
+        if self._first_look is not None:
+            aside, self._first_look = self._first_look, None
+            self._older = aside.read(lambda repository: list(older_than(math.inf, repository)))
+        if not self._is_promising(staged):
             return None
         began = time.thread_time()
         digests, digest_seconds = staged.timed_digest()
         manifest = staged.manifest(self._repository.run_id, digests)
         with staged.slot.image(staged.nbytes) as image:
-            differs = partial(self._seems_in_few_rows, manifest, before, image)
-            usable = {file.name for file in before.files} - self._repository.damaged
-            planned = decide_sound(manifest, before, usable, differs, bounds, self.read)
+            planned = self._planned(manifest, partial(self._seems_in_few_rows, manifest, image), bounds)
         self._expects = planned.pays
-        if not planned.pays or not self._repository.still_has(before.info.id, before.files):
+        if not planned.pays or not self._repository.still_has(planned.keepers, planned.before.files):
             return None
         seconds = time.thread_time() - began + digest_seconds
-        return Encoded(staged, self._repository, manifest, planned, ROWS, self._older(before), seconds)
+        return Encoded(staged, self._repository, manifest, planned, ROWS, self._reader_of(planned.before), seconds)
 
     def plan_share(self, manifest: Manifest) -> WritePlan:
         """How the share of one of several ranks is stored encoded: it may refer to the share before.
@@ -243,24 +257,28 @@ class DedupBaseline:
         Raises:
             StorageError: what is there cannot be found out.
         """
-        before = self._newest
-        if before is not None and not self._repository.still_has(before.info.id, before.files):
-            before = None
-        usable = {file.name for file in (before.files if before else ())} - self._repository.damaged
-        return decide_sound(manifest, before, usable, lambda _: False, write_plan.ENCODED, self.read)
+        return self._planned(manifest, lambda _: False, write_plan.ENCODED)
+
+    def _planned(self, manifest: Manifest, differs: Callable[[str], bool], bounds: SharingBounds) -> WritePlan:
+        older = [
+            one
+            for one in self._older
+            # Who is one of several ranks does not know what others have removed.
+            if (
+                one.info.id in self._repository.alive
+                if self._aside is not None
+                else self._repository.still_has([one.info.id], one.files)
+            )
+        ]
+        usable = {
+            *map(attrgetter("name"), chain.from_iterable(map(attrgetter("files"), older)))
+        } - self._repository.damaged
+        return decide_sound(manifest, older, usable, differs, bounds, self.read)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""
-        self._first_look, self._newest = None, manifest
-
-    def _before(self) -> Manifest | None:
-        if self._first_look is not None:
-            aside, self._first_look = self._first_look, None
-            try:
-                self._newest = aside.read(_newest)
-            except (FormatError, StorageMissingError):
-                self._newest = None  # damaged or gone: then all is written
-        return self._newest
+        self._first_look = None
+        self._older = [manifest, *self._older][:REACH]
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """As `Storage.get_into`; aside, where that is possible."""
@@ -269,7 +287,7 @@ class DedupBaseline:
         else:
             self._aside.read(lambda repository: repository.storage.get_into(name, start, out), out.nbytes)
 
-    def _older(self, before: Manifest) -> Decoder | None:
+    def _reader_of(self, before: Manifest) -> Decoder | None:
         """Reads the older snapshot, aside; what need not be verified is not."""
         if self._rows_from is None:
             return None
@@ -279,11 +297,11 @@ class DedupBaseline:
 
         return decoder_of(self.read, before, glance)
 
-    def _seems_in_few_rows(self, manifest: Manifest, before: Manifest, image: memoryview, name: str) -> bool:
+    def _seems_in_few_rows(self, manifest: Manifest, image: memoryview, name: str) -> bool:
         """Whether few rows of an entry seem to have changed, as far as a few rows of one piece tell."""
-        for _, new, old in paired(manifest.entries[name], before.entries.get(name)):
+        for _, new, old in paired(manifest.entries[name], self._older[0].entries.get(name)):
             if new.content_digest != old.content_digest:
-                return self._in_few_rows(name, manifest, new, old, before, image)
+                return self._in_few_rows(name, manifest, new, old, self._older[0], image)
         return False
 
     def _in_few_rows(
@@ -310,28 +328,34 @@ class DedupBaseline:
         here = (image[piece.offset + start :][:row_nbytes] for start in starts)
         return 2 * sum(a == b for a, b in zip(rows, here, strict=True)) >= ROW_SAMPLES
 
-    def _is_promising(self, staged: Staged, before: Manifest) -> bool:
+    def _is_promising(self, staged: Staged) -> bool:
         if self._expects or staged.digests.known is not None or staged.cut_layout.nbytes <= SMALL_BYTES:
             return True
         manifest = staged.manifest(self._repository.run_id, staged.cut_layout.blank_digests())
-        pieces = [(piece.offset, name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
         with staged.slot.image(staged.nbytes) as image:
-            for number in range(SAMPLES):
-                # Evenly over the bytes: it is bytes that are to be spared.
-                middle = staged.nbytes * (2 * number + 1) // (2 * SAMPLES)
-                _, name, piece = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
-                pairs = paired(manifest.entries[name], before.entries.get(name))
-                old = next((old for _, new, old in pairs if new is piece), None)
-                if old is None:
-                    continue
-                with image[piece.offset : piece.offset + piece.nbytes] as part:
-                    if digest(part) == old.content_digest:
-                        return True
-                if self._in_few_rows(name, manifest, piece, old, before, image):
+            return _seems_to_repeat(manifest, image) or self._samples_are_there(manifest, image)
+
+    def _samples_are_there(self, manifest: Manifest, image: memoryview) -> bool:
+        """Whether one of a few pieces is unchanged, or has changed in few rows."""
+        pieces = [(piece.offset, name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
+        known = set[str]().union(*map(contents_of, self._older))
+        for number in range(SAMPLES if self._older else 0):
+            # Evenly over the bytes: it is bytes that are to be spared.
+            middle = len(image) * (2 * number + 1) // (2 * SAMPLES)
+            _, name, piece = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
+            with image[piece.offset : piece.offset + piece.nbytes] as part:
+                if digest(part) in known:
                     return True
+            pairs = paired(manifest.entries[name], self._older[0].entries.get(name))
+            old = next((old for _, new, old in pairs if new is piece), None)
+            if old is not None and self._in_few_rows(name, manifest, piece, old, self._older[0], image):
+                return True
         return False
 
 
-def _newest(repository: Repository) -> Manifest | None:
-    ids = repository.ids()
-    return repository.read(ids[-1].id) if ids else None
+def _seems_to_repeat(manifest: Manifest, image: memoryview) -> bool:
+    """Whether entries that are worth it seem to have the same bytes, as far as a few bytes of each tell."""
+    first = [(entry.nbytes, entry.pieces[0].offset) for entry in manifest.entries.values() if entry.pieces]
+    glances = {(size, bytes(image[at : at + size : max(1, size // (4 * SAMPLES))])): size for size, at in first}
+    spared, bounds = manifest.info.nbytes - sum(glances.values()), write_plan.PLAIN
+    return spared >= max(bounds.least_bytes, bounds.least_share * manifest.info.nbytes)

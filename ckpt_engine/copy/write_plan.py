@@ -14,15 +14,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 
 from ckpt_engine.copy.adam_groups import AdamGroup, find
+from ckpt_engine.copy.sharing_bounds import SharingBounds, are_in_bounds, replaced
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, ReadInto, chain_of, decoder_of, needed_for, stored_pieces
-from ckpt_engine.store.manifest import Entry, Manifest, Piece
+from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 
 HEADER_BYTES = 16 << 10
@@ -30,9 +33,8 @@ HEADER_BYTES = 16 << 10
 MOST_SPACE = 2.5
 """Bytes that older files may have, of those of the state."""
 ROWS = "rows"
-_OLDER_COUNTS = 0.5
-"""A delta that has more than this share of the bytes of all newer ones stays when they are replaced: each row that
-changes is then written a second time, and hardly ever a third time."""
+REACH = 2
+"""Snapshots whose pieces are referred to: the newest older ones."""
 _ROW_BYTES, _MORE_BYTES = 160, 260
 """Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
 Key = tuple[str, int]
@@ -41,33 +43,6 @@ Needed = Mapping[tuple[str | None, str], Piece]
 """As of `needed_for`: pieces of the older snapshot and of its bases."""
 _PieceOf = tuple[str, int, str]
 """An entry, a byte of it, and the digest of the decoded bytes that begin there."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharingBounds:
-    """How far a place goes to spare bytes.
-
-    Args:
-        least_bytes, least_share: if less is spared, in bytes or of the state, all is written.
-        part_bytes: decoded bytes of one data file, at most; two files are in memory at once, one is put while one is
-            encoded. None: everything is encoded before the first file is put, and what is written is known exactly.
-        rows_only: differences are changed rows; else any codec that needs a base is tried.
-        most_bases: behind each other. A longer chain of rows has its newest differences replaced by one.
-        most_bytes: what a piece and all its bases may have together, as a share of its decoded bytes: a restore reads
-            all of it.
-        most_share: what the differences of all pieces of an entry may have together, of its bytes; then a few pieces
-            at a time are written in full. None: each piece is judged separately.
-        most_small: files that are hardly more than a header which one snapshot refers to.
-    """
-
-    least_bytes: int
-    least_share: float
-    part_bytes: int | None
-    rows_only: bool
-    most_bases: int
-    most_bytes: float
-    most_share: float | None
-    most_small: int
 
 
 PLAIN = SharingBounds(1 << 20, 0.05, None, True, 40, 1.75, 0.3, 128)
@@ -134,14 +109,16 @@ class WritePlan:
 
     Args:
         bounds: by which it was made.
-        before: the older snapshot there that keeps alive what is referred to.
-        old: pieces of `before` that are referred to, each with all that decoding it takes.
+        keepers: the older snapshots there that keep alive what is referred to, the newest first.
+        before: the newest of them, an empty one if there is none; after its own files it has those of the others.
+        old: pieces of `before` and of others that are referred to, each with all that decoding it takes.
         parts: what is encoded together, in order.
         pays: whether that spares enough.
     """
 
     bounds: SharingBounds
-    before: Manifest | None
+    keepers: tuple[str, ...]
+    before: Manifest
     old: Mapping[Key, Needed]
     parts: tuple[tuple[Job, ...], ...]
     pays: bool = True
@@ -176,15 +153,22 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False, read
     Raises:
         StorageError: from the target.
     """
-    before = _before(manifest, target)
-    there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if before is not None else {}
-    usable = {file.name for file in (before.files if before else ()) if there.get(file.name) == file.nbytes}
-    return decide_sound(manifest, before, usable - target.damaged, lambda _: differences, ENCODED, read)
+    older = list(older_than(manifest.info.seq, target))
+    there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if older else {}
+    usable = {file.name for one in older for file in one.files if there.get(file.name) == file.nbytes}
+    return decide_sound(manifest, older, usable - target.damaged, lambda _: differences, ENCODED, read)
+
+
+def older_than(seq: float, repository: Repository, most: int = REACH) -> Iterator[Manifest]:
+    """The newest older snapshots in a repository that can be read, the newest first. Raises `StorageError`."""
+    for parsed in [parsed for parsed in repository.ids() if parsed.seq < seq][: -most - 1 : -1]:
+        with suppress(FormatError, StorageMissingError):
+            yield {one.info.id: one for one in repository.recent}.get(parsed.id) or repository.read(parsed.id)
 
 
 def decide_sound(
     manifest: Manifest,
-    before: Manifest | None,
+    older: Sequence[Manifest],
     usable: set[str],
     differs: Callable[[str], bool],
     bounds: SharingBounds,
@@ -195,20 +179,20 @@ def decide_sound(
     Each snapshot has another piece read back, by its number, so that damage is found before all snapshots depend on it.
 
     Args:
-        read: `Storage.get_into` of the place of `before`; None: nothing is read back.
+        read: `Storage.get_into` of the place of `older`; None: nothing is read back.
 
     Raises:
         StorageError: from `read`.
     """
     while True:
-        planned = decide(manifest, before, usable, differs, bounds)
+        planned = decide(manifest, older, usable, differs, bounds)
         work = (one.over for part in planned.parts for job in part for one in job.work)
         refers = [*planned.old.values(), *(over.needed for over in work if over is not None)]
         pieces = {(piece.file, piece.offset): piece for needed in refers for piece in needed.values()}
-        if before is None or read is None or not pieces:
+        if read is None or not pieces:
             return planned
         piece = pieces[sorted(pieces)[manifest.info.seq % len(pieces)]]
-        name = before.files[piece.file].name
+        name = planned.before.files[piece.file].name
         if is_sound(read, name, piece):
             return planned
         usable = usable - {name}
@@ -250,28 +234,36 @@ def read_back(target: Repository, tier: str, manifest: Manifest, read: ReadInto)
 
 def decide(
     manifest: Manifest,
-    before: Manifest | None,
+    older: Sequence[Manifest],
     usable: Container[str],
     differs: Callable[[str], bool],
     bounds: SharingBounds,
 ) -> WritePlan:
-    """How `manifest` is stored where `before` is. Pure, as far as `differs` is.
+    """How `manifest` is stored where `older` are. Pure, as far as `differs` is.
 
     Args:
-        usable: the data files of `before` that may be referred to.
+        older: what is referred to: pieces of these snapshots, the newest first; differences are to the newest.
+        usable: the data files of `older` that may be referred to.
         differs: whether changed pieces of an entry may be stored as differences; asked once per entry with any.
     """
     pieces = {(name, start): piece for name, entry in manifest.entries.items() for start, piece in entry.placed()}
-    if before is None:
-        return WritePlan(bounds, None, {}, _parts([Job((Work(*key, one),)) for key, one in pieces.items()], bounds))
-    same, changed = compared(manifest, before)
+    before = replace(
+        older[0] if older else replace(manifest, entries={}, tree={}, bases={}),
+        files=tuple(dict.fromkeys(chain.from_iterable(map(attrgetter("files"), older)))),
+    )
+    same, changed = compared(manifest, pieces, before)
+    same |= _elsewhere(manifest, pieces, same, older, before)
     differing = set(filter(differs, dict.fromkeys(name for name, _ in changed)))
-    wanted = {key: needed for key, needed in changed.items() if key[0] in differing}
+    wanted = {key: needed for key, needed in changed.items() if key[0] in differing and key not in same}
     groups = _adam_groups(manifest, before, wanted, bounds) if wanted and not bounds.rows_only else []
     overs = _overs(before, wanted, {(name, start) for group, start in groups for name in group.entries}, bounds)
     sizes = {key: piece.raw_nbytes for key, piece in pieces.items()}
-    spared = sum(sizes[key] for key in same)
-    spared += sum(sizes[key] - (over.chain[0].nbytes if over.chain[1:] else 0) for key, over in overs.items())
+    # What is written in full is written once.
+    full = {
+        piece.content_digest or key: sizes[key] for key, piece in pieces.items() if key not in same and key not in overs
+    }
+    spared = sum(sizes.values()) - sum(full.values())
+    spared -= sum(over.chain[0].nbytes if over.chain[1:] else 0 for over in overs.values())
     # What stays, or changes in few rows, is apart from what changes everywhere: its files are referred to for long.
     slow = {key for key, needed in changed.items() if needed[None, key[0]].codec == ROWS} | set(same)
     room_bytes = sum(nbytes for key, nbytes in sizes.items() if key not in slow and key not in overs)
@@ -284,34 +276,30 @@ def decide(
         for key, piece in pieces.items()
         if key not in same or key not in kept
     ]
-    settled = [Job((one,)) for one in fresh if one.settled]
+    settled = _jobs([one for one in fresh if one.settled], ())
     quick = _jobs([one for one in fresh if not one.settled], groups)
     together = [settled + quick] if bounds.part_bytes is None else [settled, quick]
     parts = tuple(part for jobs in together for part in _parts(jobs, bounds))
     pays = spared >= max(bounds.least_bytes, bounds.least_share * sum(sizes.values()))
-    return WritePlan(bounds, before, {key: one for key, one in same.items() if key in kept}, parts, pays)
+    old = {key: one for key, one in same.items() if key in kept}
+    return WritePlan(bounds, tuple(map(attrgetter("info.id"), older)), before, old, parts, pays)
 
 
 def plan_alone(manifest: Manifest) -> WritePlan:
     """How `manifest` is stored encoded where it is to refer to nothing."""
-    return decide(manifest, None, (), lambda _: False, ENCODED)
+    return decide(manifest, (), (), lambda _: False, ENCODED)
 
 
-def _before(manifest: Manifest, target: Repository) -> Manifest | None:
-    """The newest older snapshot there; None: there is none, or it is damaged."""
-    older = [parsed for parsed in target.ids() if parsed.seq < manifest.info.seq]
-    try:
-        return target.read(older[-1].id) if older else None
-    except (CorruptError, StorageMissingError):
-        return None
-
-
-def compared(manifest: Manifest, before: Manifest) -> tuple[dict[Key, Needed], dict[Key, Needed]]:
-    """What the older snapshot has at the places of pieces that have the same bytes there, and at those of others."""
+def compared(
+    manifest: Manifest, pieces: Container[Key], before: Manifest
+) -> tuple[dict[Key, Needed], dict[Key, Needed]]:
+    """What an older snapshot has at the places of pieces that have the same bytes there, and at those of others."""
     same: dict[Key, Needed] = {}
     changed: dict[Key, Needed] = {}
     for name, entry in manifest.entries.items():
         for start, piece, found in paired(entry, before.entries.get(name)):
+            if (name, start) not in pieces:
+                continue
             needed: Needed = {(None, name): found}
             if found.base is not None or found.group:
                 try:
@@ -340,6 +328,43 @@ def paired(entry: Entry, old: Entry | None) -> list[tuple[int, Piece, Piece]]:
         and found.content_digest is not None
         and found.raw_nbytes == piece.raw_nbytes
     ]
+
+
+def contents_of(manifest: Manifest) -> dict[str, Piece]:
+    """Its pieces by `Piece.content_digest`, which is not called for each of thousands."""
+    return {
+        content: piece
+        for entry in manifest.entries.values()
+        for piece in entry.pieces
+        if (content := piece.digest if piece.codec == RAW else piece.raw_digest) is not None
+    }
+
+
+def _elsewhere(
+    manifest: Manifest, pieces: Mapping[Key, Piece], same: Container[Key], older: Sequence[Manifest], before: Manifest
+) -> dict[Key, Needed]:
+    """What older snapshots have of other pieces: at other places if it decodes alone, or at theirs before the newest.
+
+    Bases and groups are found by names.
+    """
+    names = list(map(attrgetter("name"), before.files))
+    found: dict[Key, Needed] = {}
+    for one in older:
+        known = contents_of(one)
+        hits = {
+            key: there
+            for key, piece in pieces.items()
+            if key not in same and key not in found and (there := known.get(piece.content_digest or "")) is not None
+        }
+        here = compared(manifest, hits, one)[0] if hits and one is not older[0] else {}
+        for key, there in hits.items():
+            alone: Needed = {(None, key[0]): there} if there.base is None and not there.group else {}
+            needed = here.get(key, alone).items()
+            moved = {
+                at: replace(piece, file=names.index(one.files[piece.file].name), alias=True) for at, piece in needed
+            }
+            found |= {key: moved} if moved else {}
+    return found
 
 
 def _kept(
@@ -414,7 +439,7 @@ def _over(
     """
     if not grouped and chain[0].group:
         return None  # all of the group are written in full, so that the next ones may be predicted again
-    alone = not count and _in_bounds([chain], bounds)
+    alone = not count and are_in_bounds([chain], bounds)
     if alone or grouped:
         return DeltaBase(before.info.id, chain, needed, alone)
     count = count or len(chain) - 1
@@ -423,51 +448,6 @@ def _over(
         return None
     levels = [str(one.base) for one in chain[count - 1 : -1]]
     return DeltaBase(levels[0], left, {(level, name): one for level, one in zip(levels, left, strict=True)}, rows=True)
-
-
-def replaced(chains: Mapping[int, Sequence[int]], bounds: SharingBounds = PLAIN) -> dict[int, int]:
-    """How many elements at the front of each chain the next delta takes the place of; those with none are left out.
-
-    As many as a chain has: there will be no delta, the piece is written as it is.
-
-    Args:
-        chains: of one entry: stored bytes of the elements, by the byte where the piece begins.
-    """
-    found = {}
-    for number, (start, sizes) in enumerate(chains.items()):
-        # Pieces that became deltas together are not all replaced together.
-        most = bounds.most_bases - (number % (bounds.most_bases // 2) if bounds.most_share is not None else 0)
-        if len(sizes) > most:
-            found[start] = _front(sizes, most)
-    if bounds.most_share is None:
-        return found
-    deltas = {start: sum(sizes[:-1]) for start, sizes in chains.items()}
-    # What is added now is taken to be as much as the last time.
-    excess = sum(deltas.values()) + sum(sizes[0] for sizes in chains.values() if len(sizes) > 1)
-    excess -= int(bounds.most_share * sum(sizes[-1] for sizes in chains.values()))
-    for start in sorted(deltas, key=lambda start: -deltas[start]):
-        if excess <= 0:
-            break
-        found[start] = len(chains[start])
-        excess -= deltas[start]
-    return found
-
-
-def _front(sizes: Sequence[int], most: int) -> int:
-    """How many of the newest deltas are replaced by one: at least half of those that there may be."""
-    count, nbytes = 0, 0
-    while count < len(sizes) - 1 and (count < most // 2 or sizes[count] <= _OLDER_COUNTS * nbytes):
-        nbytes += sizes[count]
-        count += 1
-    return count
-
-
-def _in_bounds(chains: Sequence[Sequence[Piece]], bounds: SharingBounds) -> bool:
-    """Whether differences to these, encoded together, would be within the bounds if they are like the last ones."""
-    stored_bytes = sum(sum(piece.nbytes for piece in chain) for chain in chains)
-    stored_bytes += sum(chain[0].nbytes for chain in chains if len(chain) > 1)
-    raw_bytes = sum(chain[0].raw_nbytes for chain in chains)
-    return max(map(len, chains)) <= bounds.most_bases and stored_bytes <= bounds.most_bytes * raw_bytes
 
 
 def _adam_groups(
@@ -486,13 +466,15 @@ def _adam_groups(
             if len(olds) < len(group.entries) or {old.raw_nbytes for old in olds} != {piece.raw_nbytes}:
                 continue
             chains = [chain_of(before, name, start, old) for name, old in zip(group.entries, olds, strict=True)]
-            if _in_bounds(chains, bounds):
+            if are_in_bounds(chains, bounds):
                 found.append((group, start))
     return found
 
 
 def _jobs(work: Sequence[Work], groups: Sequence[tuple[AdamGroup, int]]) -> list[Job]:
     """Those of Adam's groups in the place of the first moment."""
+    if not groups:
+        return list(map(Job, zip(work)))
     there = {one.key: one for one in work if one.over is not None}
     joined: dict[Key, Job] = {}
     for group, start in groups:
@@ -563,10 +545,7 @@ class Bases:
             return
         yield self._manifest
         with suppress(CkptError):
-            older = [parsed.id for parsed in self._source.ids() if parsed.seq < self._manifest.info.seq]
-            for snapshot in reversed(older[-ENCODED.most_bases - 2 :]):
-                with suppress(CkptError):
-                    yield self._source.read(snapshot)
+            yield from older_than(self._manifest.info.seq, self._source, ENCODED.most_bases + 2)
 
     def _take(self, manifest: Manifest) -> None:
         assert self._source is not None

@@ -34,7 +34,9 @@ PACKED_VERSION = 4
 """Of manifests with a component whose structure is in an entry, see `tree`."""
 PACKED = "packed"
 """The kind of the node of such a component."""
-MANIFEST_VERSION = PACKED_VERSION
+ALIAS_VERSION = 5
+"""Of manifests with a piece that is an alias: readers of earlier ones give two tensors the same memory."""
+MANIFEST_VERSION = ALIAS_VERSION
 """The newest that manifests are written in and read."""
 SLIMMED = "slimmed"
 """The key in its notes: `{"from": <id>, "without": [<component>, ...]}`."""
@@ -134,6 +136,8 @@ class Piece:
         raw_digest: of the decoded bytes; None for "raw".
         group: of a codec that encodes several arrays at once: the entries whose pieces at the same place belong
             together, in the order of the codec's roles; else empty.
+        alias: it was stored as a piece of another entry, at another place, or for an earlier snapshot than the one
+            that its entry was written for last: names in data files do not say where it is.
     """
 
     file: int
@@ -145,6 +149,7 @@ class Piece:
     base: str | None = None
     raw_digest: str | None = None
     group: tuple[str, ...] = ()
+    alias: bool = False
 
     @property
     def content_digest(self) -> str | None:
@@ -175,15 +180,20 @@ class Entry:
 
     def placed(self) -> Iterable[tuple[int, Piece]]:
         """Its pieces, each with the byte of the array at which it begins."""
-        starts = accumulate(map(_raw_nbytes, self.pieces), initial=0)
+        starts = accumulate(map(_raw_nbytes, self.pieces), initial=0) if len(self.pieces) > 1 else (0,)
         return zip(starts, self.pieces)  # noqa: B905 - the last start is the end
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes lie in one file as they are, back to back."""
+        """Whether its bytes lie in one file as they are, back to back, under its name."""
         end: int | None = None
         for piece in self.pieces:
-            if piece.codec != RAW or piece.file != self.pieces[0].file or end not in (None, piece.offset):
+            if (
+                piece.codec != RAW
+                or piece.alias
+                or piece.file != self.pieces[0].file
+                or end not in (None, piece.offset)
+            ):
                 return False
             end = piece.offset + piece.nbytes
         return True

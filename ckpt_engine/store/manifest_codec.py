@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
+from itertools import chain, starmap
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -41,6 +41,7 @@ from ckpt_engine.store.json_checks import (
     require_all,
 )
 from ckpt_engine.store.manifest import (
+    ALIAS_VERSION,
     FORMAT,
     MANIFEST_VERSION,
     PACKED,
@@ -74,7 +75,7 @@ _STRANGER_BYTES = 1 << 20
 MOST_OVERHEAD_BYTES = 4096
 """By which the stored bytes of an encoded piece may exceed those it stands for."""
 MOST_SHARED = 4
-"""Together the pieces name at most so many times the bytes of the files: each is read, and digested, as often."""
+"""Together the pieces, but for aliases, name at most so many times the bytes of the files."""
 MOST_UNUSED = 1 << 16
 """Files of ranks that have written nothing."""
 _MOST_RANKS = 1 << 24
@@ -131,11 +132,14 @@ def encode(manifest: Manifest) -> bytes:
 
 def version_of(manifest: Manifest) -> int:
     """The oldest format version whose readers can read a manifest."""
-    if any(type(node) is dict and node.get("$") == PACKED for node in manifest.tree.values()):
-        return PACKED_VERSION
-    if manifest.info.partial is not None:
-        return PARTIAL_VERSION
-    return VERSION if all(map(attrgetter("is_plain"), manifest.entries.values())) else STORED_VERSION
+    entries = manifest.entries.values()
+    needs = {
+        STORED_VERSION: not all(map(attrgetter("is_plain"), entries)),
+        PARTIAL_VERSION: manifest.info.partial is not None,
+        PACKED_VERSION: any(type(node) is dict and node.get("$") == PACKED for node in manifest.tree.values()),
+        ALIAS_VERSION: any(map(attrgetter("alias"), chain.from_iterable(map(attrgetter("pieces"), entries)))),
+    }
+    return max(filter(needs.get, needs), default=VERSION)
 
 
 @contextmanager
@@ -305,8 +309,8 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
     if piece.raw_nbytes != piece.nbytes:
         row["raw_nbytes"] = piece.raw_nbytes
     codec = None if piece.codec == RAW else piece.codec
-    more = {"codec": codec, "base": piece.base, "raw_digest": piece.raw_digest, "group": piece.group}
-    return row | dict(filter(itemgetter(1), more.items()))
+    more = {"codec": codec, "base": piece.base, "raw_digest": piece.raw_digest}
+    return row | dict(filter(itemgetter(1), {**more, "group": piece.group, "alias": piece.alias}.items()))
 
 
 def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
@@ -347,6 +351,7 @@ def _piece_from_json(row: Mapping[str, Any], files: Mapping[int, int]) -> Piece:
         row.get("base"),
         row.get("raw_digest"),
         tuple(row.get("group", ())),
+        row.get("alias", False),
     )
 
 
@@ -429,7 +434,7 @@ def _check_pieces(manifest: Manifest) -> None:
     named, used = 0, set[int]()
     for name, piece in stored_pieces(manifest):
         _check_piece(name, piece, sizes)
-        named += piece.nbytes
+        named += 0 if piece.alias else piece.nbytes
         used.add(piece.file)
     unused = len(sizes) - len(used)
     require(unused <= min(manifest.world_size, MOST_UNUSED), f"no piece lies in {unused:,} of its {len(sizes):,} files")
@@ -451,8 +456,8 @@ def _check_piece(name: str, piece: Piece, sizes: Sequence[int]) -> None:
     if piece.codec == RAW and piece.raw_nbytes != piece.nbytes:
         raise ValueError(f"a piece of {name!r:.200} cannot have {piece.raw_nbytes} bytes")
     texts = (piece.digest, piece.codec, piece.base or "", piece.raw_digest or "", *piece.group)
-    if not set(map(type, texts)) <= _TEXT:
-        raise ValueError(f"a piece of {name!r:.200} has something that is no text")
+    if not set(map(type, texts)) <= _TEXT or type(piece.alias) is not bool:
+        raise ValueError(f"a piece of {name!r:.200} has something of another type")
 
 
 def _check_entry(name: str, entry: Entry) -> None:

@@ -122,6 +122,8 @@ class Repository:
 
     Attributes:
         damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
+        recent: the manifests that were read or written last.
+        alive: the snapshots of the last listing, and those committed since.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -132,13 +134,13 @@ class Repository:
         self._stored_record: bytes | None = None
         self._run_of_manifests: str | None = None
         self._last_look: Sequence[tuple[names.ParsedId, ObjectInfo]] = ()
-        # The snapshots of the last listing, and those committed since.
-        self._alive: set[str] = set()
+        self.alive: set[str] = set()
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
         """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
         self.damaged: set[str] = set()
+        self.recent: tuple[Manifest, ...] = ()
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 
@@ -311,13 +313,13 @@ class Repository:
         self.storage.put(name, [memoryview(text)])
         self.remember(manifest)
 
-    def still_has(self, snapshot: str, files: Sequence[DataFile]) -> bool:
-        """Whether a snapshot is there with these data files, which stay as long as nothing is forgotten.
+    def still_has(self, snapshots: Collection[str], files: Sequence[DataFile]) -> bool:
+        """Whether snapshots are there with these data files, which stay as long as nothing is forgotten.
 
         Raises:
             StorageError: that cannot be found out.
         """
-        return any(parsed.id == snapshot for parsed in self.ids()) and not lacking(self.storage, files)
+        return set(map(attrgetter("id"), self.ids())).issuperset(snapshots) and not lacking(self.storage, files)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""
@@ -327,7 +329,7 @@ class Repository:
         """Remove manifests, durably: the snapshots no longer exist, their data becomes garbage. Needs the lease."""
         gone = tuple(ids)
         for snapshot in gone:
-            self._alive.discard(snapshot)
+            self.alive.discard(snapshot)
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
         self.storage.delete(*map(names.manifest_name, gone))
@@ -356,8 +358,8 @@ class Repository:
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
         found = self.data(in_flight) if data is None else data
         self._forgotten &= {owner.id for _, owner in found}
-        listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self._alive]
-        own = {name for snapshot in self._alive for name in self._files.get(snapshot, ())}
+        listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self.alive]
+        own = {name for snapshot in self.alive for name in self._files.get(snapshot, ())}
         loose = [(item, owner) for item, owner in found if item.name not in own]
         if not loose:
             return Garbage((), (), ())
@@ -371,9 +373,9 @@ class Repository:
         ]
         free = tuple(item for item, proven in unneeded if proven)
         owners = frozenset(owner.id for item in free if (owner := names.data_owner(item.name)))
-        owners -= self._alive | self._forgotten
+        owners -= self.alive | self._forgotten
         if free:
-            self._require_gone(owners | set(self._unlisted).difference(self._alive))
+            self._require_gone(owners | set(self._unlisted).difference(self.alive))
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged, owners)
 
     def _require_gone(self, snapshots: Collection[str]) -> None:
@@ -405,7 +407,8 @@ class Repository:
         snapshot = manifest.info.id
         self._infos[snapshot] = manifest.info
         self._files[snapshot] = tuple([file.name for file in manifest.files])
-        self._alive.add(snapshot)
+        self.alive.add(snapshot)
+        self.recent = (*self.recent[-1:], manifest)
 
     def learn(self, listed: Iterable[ObjectInfo], known: Collection[str] | None = None) -> None:
         """Take from the catalog what it has of manifests, if many are unknown.
@@ -437,14 +440,14 @@ class Repository:
         Args:
             require_room: raises `StorageError` if so many bytes must not be written.
         """
-        if len(self._alive - self._catalogued) < catalog.EVERY:
+        if len(self.alive - self._catalogued) < catalog.EVERY:
             return
         with suppress(CkptError):
             listed = self._manifests()
             self.learn([item for _, item in listed])
-            if len(self._alive - self._catalogued) < catalog.EVERY:
+            if len(self.alive - self._catalogued) < catalog.EVERY:
                 return
-            self._catalogued = set(self._alive)
+            self._catalogued = set(self.alive)
             self._read_missing(listed, self._files, self.files_of)
             cards = (
                 catalog.CatalogEntry(item, self._infos[parsed.id], self._files[parsed.id])
@@ -461,9 +464,9 @@ class Repository:
         """All manifests, oldest first: one listing, no reads."""
         listed = self.storage.list(names.MANIFESTS)
         found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
-        self._alive = {parsed.id for parsed in found}
+        self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
-            for gone in known.keys() - self._alive:
+            for gone in known.keys() - self.alive:
                 del known[gone]
                 self._unlisted.append(gone)
         self._last_look = [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]

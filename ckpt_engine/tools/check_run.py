@@ -299,7 +299,8 @@ class Checker:
 def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, dict[str, Entry]]]:
     """By the name of a file, the pieces in it, and the entries that are arrays of it as they are."""
     stored: dict[str, list[_Stored]] = {}
-    for entry_name, piece in dict.fromkeys(stored_pieces(manifest)):
+    places = (((one.file, one.offset, one.nbytes, one.digest), (name, one)) for name, one in stored_pieces(manifest))
+    for entry_name, piece in dict(places).values():
         stored.setdefault(manifest.files[piece.file].name, []).append(_Stored(entry_name, piece))
     whole: dict[str, dict[str, Entry]] = {}
     for entry_name, entry in manifest.entries.items():

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.write_plan import PLAIN, replaced
+from ckpt_engine.copy.sharing_bounds import replaced
+from ckpt_engine.copy.write_plan import PLAIN
 from ckpt_engine.store.decode import MAX_CHAIN, chain_of
 from tests.copy.test_writing import Life, Table
 
@@ -34,7 +35,7 @@ class Chains:
         return int(PIECE * (1 - (1 - self.share) ** snapshots))
 
     def touch(self) -> None:
-        plan = replaced(self.sizes())
+        plan = replaced(self.sizes(), PLAIN)
         written = 0
         for start, levels in self.levels.items():
             count = plan.get(start, 0)
@@ -79,7 +80,7 @@ def test_what_is_written_stays_near_what_is_touched(share: float) -> None:
 @settings(deadline=None)
 def test_a_plan_names_what_there_is(chains: dict[int, list[int]]) -> None:
     """A law: whatever the sizes are, each count is of that chain, and a chain that is too long is shortened."""
-    plan = replaced(chains)
+    plan = replaced(chains, PLAIN)
     for start, count in plan.items():
         assert 1 <= count <= len(chains[start])
     for start, sizes in chains.items():

@@ -1,4 +1,4 @@
-"""A run to be killed: a table of which few rows change, and what is frozen; a step's state follows from its number.
+"""A run to be killed: a table of which few rows change, what is frozen, is there twice or comes back; by step.
 
 `python -m tests.copy.victim ROOT WRITER` resumes from the newest snapshot, says each step that is durable, and
 ends only when it is killed.
@@ -26,7 +26,13 @@ def state(step: int) -> dict[str, Any]:
         change(table, one)
     generator = torch.Generator().manual_seed(1)
     frozen = torch.randn(FROZEN, generator=generator)
-    return {"table": table, "frozen": frozen, "head": torch.full((100,), step), "step": step}
+    twice = {"frozen": frozen, "teacher": frozen.clone(), "phase": phase(step)}
+    return {"table": table, **twice, "head": torch.full((100,), step), "step": step}
+
+
+def phase(step: int) -> torch.Tensor:
+    """What is the same in each second step."""
+    return torch.randn(FROZEN, generator=torch.Generator().manual_seed(2 + step % 2))
 
 
 def change(table: torch.Tensor, step: int) -> None:
@@ -50,6 +56,7 @@ def main(root: str, writer: str) -> None:
             live["step"] += 1
             change(live["table"], live["step"])
             live["head"].fill_(live["step"])
+            live["phase"] = phase(live["step"])
             checkpointer.save(live, step=live["step"]).wait(120)
             print(live["step"], flush=True)
 

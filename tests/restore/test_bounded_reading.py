@@ -71,6 +71,22 @@ def test_the_same_bytes_are_not_read_again_and_again(root: Path) -> None:
     assert "name 83968 bytes of files that have" in refused(root)
 
 
+def test_aliases_take_memory_of_their_own(root: Path) -> None:
+    """They may be many: what bounds them is the memory of their arrays, which no two share."""
+    alias = {f"w{n}": None for n in range(40)}
+
+    def change(body: dict[str, Any]) -> None:
+        piece = {**the_piece(body), "alias": True}
+        body["entries"].update({name: {**body["entries"]["w"], "pieces": [piece]} for name in alias})
+        body["tree"].update({name: {"$": "tensor", "entry": name} for name in alias})
+
+    forge(root, change)
+    state = Checkpointer(root).load()
+    assert state is not None and state["step"] == 2
+    state["w0"].zero_()
+    assert all(torch.equal(state[name], torch.arange(512.0)) for name in ["w", *alias][2:])
+
+
 def test_a_file_that_is_named_twice_is_read_once(root: Path) -> None:
     """It is there, with the size it must have, and nothing is wrong."""
     forge(root, lambda body: body["files"].append(body["files"][0]))

@@ -26,6 +26,7 @@ def test_constants_on_the_page_are_those_of_the_code() -> None:
     assert f"nested at most {tree.MAX_DEPTH} deep (writers stop at {MAX_DEPTH})" in PAGE
     assert f"at most {manifest_codec.MOST_OVERHEAD_BYTES} more as it is stored" in PAGE
     assert f"name at most {manifest_codec.MOST_SHARED} times the bytes" in PAGE
+    assert f"`1` to `{manifest.MANIFEST_VERSION}`. A reader MUST refuse a higher number" in PAGE
     assert f"decoded more than {decode.MOST_DECODED} times" in PAGE
     assert f"when at least {catalog.EVERY} snapshots" in PAGE
 

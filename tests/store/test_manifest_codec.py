@@ -180,9 +180,9 @@ def _edited(**changes: object) -> bytes:
 
 def test_a_newer_manifest_is_named_newer_and_not_corrupt() -> None:
     """The message says which versions and what to do; also when that version uses another digest."""
-    for data in (_edited(version=5), re.sub(rb'"xxh3-128:[0-9a-f]+"', b'"blake9:00ff"', _edited(version=5))):
+    for data in (_edited(version=6), re.sub(rb'"xxh3-128:[0-9a-f]+"', b'"blake9:00ff"', _edited(version=6))):
         for read in (decode, decode_info):
-            with pytest.raises(NewerFormatError, match=r"version 5, this program reads up to 4.*upgrade"):
+            with pytest.raises(NewerFormatError, match=r"version 6, this program reads up to 5.*upgrade"):
                 read(data)
 
 
@@ -212,6 +212,7 @@ def test_a_manifest_that_contradicts_itself_is_corrupt() -> None:
         {"entries": {"w": entry | {"pieces": [piece | {"nbytes": -1}]}}},
         {"entries": {"w": entry | {"pieces": [piece | {"file": -1, "nbytes": 1}]}}},
         {"entries": {"w": entry | {"pieces": [piece | {"file": 7}]}}},
+        {"entries": {"w": entry | {"pieces": [piece | {"offset": 0, "alias": 1}]}}},
         {"entries": {"w": {}}},
         {"entries": []},
         {"files": None},

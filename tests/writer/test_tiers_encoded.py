@@ -182,9 +182,9 @@ class Place:
     def save(self, step: int) -> str:
         """A new snapshot, of which every array can be compressed by either codec."""
         random = np.random.default_rng(step)
-        small = random.standard_normal(40_000).astype("<f4").view("<u4") & 0xFFFF0000
         rows, content = [], {}
         for name, (_, form, width) in ARRAYS.items():
+            small = random.standard_normal(40_000).astype("<f4").view("<u4") & 0xFFFF0000
             data = content[name] = small.tobytes()
             rows.append((name, form, (len(data) // width,), len(data)))
         header = build_header(rows)

@@ -163,8 +163,10 @@ class Planner:
         drafts += [_own_draft(name, data, len(arrays) + n) for n, (name, data) in enumerate(schemas.items())]
         drafting.require_all(drafts, self._session.ranks if self._session is not None else None)
         layout, header, sources = self._lay_out(drafts)
-        old = self._known.plan.trees if self._known else {}
-        trees = {key: old[key] if key in old and old[key] == tree else tree for key, tree in trees.items()}
+        old, before = (self._known.plan.trees, self._known.signatures) if self._known else ({}, {})
+        # Equal dicts may differ in their order, signatures do not.
+        same = {key for key, tree in trees.items() if before.get(key) == scans[key].signature and old[key] == tree}
+        trees = {key: old[key] if key in same else tree for key, tree in trees.items()}
         nbytes = sum(e.nbytes for e in layout.entries)
         gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
         every = [*arrays, *schemas.values()]

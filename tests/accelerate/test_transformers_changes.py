@@ -209,7 +209,7 @@ class Rebatched:
 
 @pytest.mark.parametrize("batch", [3, 8])
 def test_another_batch_size(batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of the epoch comes in batches of the new size, and the trainer counts as with this size from its start."""
+    """The rest of the epoch comes in batches of this size, and the trainer counts as if all had had it."""
     folder, _ = killed(tmp_path, **CONSTANT)
     changed = {**CONSTANT, "per_device_train_batch_size": batch}
     usual = Trainer.get_train_dataloader

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, default_collate
 from ckpt_engine.data import rng
 from tests.loop.runs import Augmented, digest, every_boundary, only, report, saved, seed_everything
 
-EPOCHS, AT = 2, 4
-"""The change is made after so many steps, in the first epoch."""
+EPOCHS, AT, SEED = 2, 4, 11
+"""The change is made after so many steps, in the first epoch; the seed of the process that makes it."""
 Entry = tuple[Any, ...]
 
 
@@ -50,14 +50,19 @@ class Net(nn.Module):
 
 @dataclass
 class Objects:
-    """What a script trains with."""
+    """What a script trains with.
+
+    Attributes:
+        journal: makes the trace of a script.
+    """
 
     model: Any
     optimizer: Any
     scheduler: Any
     loader: Any
     backward: Callable[[Any], object] = torch.Tensor.backward
-    trace: list[Entry] = field(default_factory=list)
+    trace: list[Entry] = field(default_factory=lambda: Objects.journal())
+    journal: ClassVar[Callable[[], list[Entry]]] = list
     accumulate: int = 1
     tool: Any = None
     """An accelerator, which divides losses and skips steps."""
@@ -198,6 +203,35 @@ def begun_again(trainer: Trainer, setup: Setup, old: Setup, seed: int, *parts: s
     return made.ends()
 
 
+def with_new_head(trainer: Trainer, new: Setup) -> Hand:
+    """By hand: a head as the resumed process makes it, without moments."""
+
+    def change(old: Objects) -> Objects:
+        made, _ = made_by(trainer, new, SEED)
+        found = states(old)
+        heads = [name for name in found["model"] if name.startswith("head")]
+        weights = made.model.state_dict()
+        made.model.load_state_dict({**found["model"], **{name: weights[name] for name in heads}})
+        state = found["optimizer"]["state"]
+        found["optimizer"]["state"] = {number: one for number, one in state.items() if number < len(state) - len(heads)}
+        made.optimizer.load_state_dict(found["optimizer"])
+        made.scheduler.load_state_dict(found["scheduler"])
+        made.trace, made.loader = old.trace, old.loader
+        return made
+
+    return change
+
+
+def with_streams_of(trainer: Trainer, new: Setup) -> Hand:
+    """By hand: random streams are those of the resumed process."""
+
+    def change(old: Objects) -> Objects:
+        rng.restore(made_by(trainer, new, SEED)[1])
+        return old
+
+    return change
+
+
 def first_part(trainer: Trainer, setup: Setup, root: Path, target: Path) -> Path:
     """The folder of a run that was killed after `AT` batches."""
     trainer.train(setup, every_boundary(root), 0)
@@ -211,12 +245,10 @@ def assert_branch(
     folder: Path,
     section: Mapping[str, Any],
     expected: End,
-    *,
-    seed: int = 11,
 ) -> Any:
     """Resume with the section, and again with the same one after two kills: each is the rest of what is expected."""
     options = {"resume": dict(section)}
-    first = trainer.train(setup, every_boundary(folder, **options), seed)
+    first = trainer.train(setup, every_boundary(folder, **options), SEED)
     trace, final = expected
     assert first[0] == trace[len(trace) - len(first[0]) :]
     assert first[1] == final
@@ -227,7 +259,7 @@ def assert_branch(
     branch = [one for one in line[1:] if one.id > line[0].id]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, folder.with_name(f"{folder.name}-{number}"))
-        resumed = trainer.train(setup, every_boundary(again, **options), seed + 100 + number)
+        resumed = trainer.train(setup, every_boundary(again, **options), SEED + 100 + number)
         assert resumed[0] == trace[len(trace) - len(resumed[0]) :], f"kill {number}"
         assert len(resumed[0]) == len(trace) - kill.step
         assert resumed[1] == final, f"kill {number}"
@@ -243,12 +275,12 @@ def assert_continues(
     """Resume another script, after so many batches, and again after two kills: each is the rest of what is expected."""
     trace, final = expected
     before = len(saved(folder))
-    first = trainer.train(setup, every_boundary(folder, **options), 11)
+    first = trainer.train(setup, every_boundary(folder, **options), SEED)
     assert first == (trace[trained:], final)
     branch = [one for one in saved(folder)[before:] if one.reason != "end"]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, folder.with_name(f"{folder.name}-{number}"))
-        resumed = trainer.train(setup, every_boundary(again, **options), 111 + number)
+        resumed = trainer.train(setup, every_boundary(again, **options), SEED + 100 + number)
         assert len(resumed[0]) < len(first[0])
         assert resumed == (trace[len(trace) - len(resumed[0]) :], final), f"kill {number}"
         assert resumed[0], f"kill {number}"

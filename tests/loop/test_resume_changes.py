@@ -13,12 +13,12 @@ from lightning.fabric import Fabric
 
 from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine import Checkpointer
-from ckpt_engine.data import rng
 from tests.accelerate.runs import durable as durable_accelerate
 from tests.accelerate.runs import make_accelerator
 from tests.lightning.runs import Case as LightningCase
 from tests.lightning.runs import Journal, every_batch, make_trainer, train
 from tests.loop.changes import (
+    SEED,
     End,
     Objects,
     Setup,
@@ -31,10 +31,10 @@ from tests.loop.changes import (
     made_by,
     rebatched,
     states,
+    with_new_head,
+    with_streams_of,
 )
 from tests.loop.runs import Case, durable, every_boundary, seed_everything
-
-SEED = 11
 
 
 class Plain:
@@ -179,34 +179,15 @@ def test_another_head(section: Any, trainer: Trainer, tmp_path: Path) -> None:
     """The run continues in its place with a head that is new, and so are its moments."""
     outputs = 3 if "strict" in section else 1
     new = Setup(outputs=outputs)
-
-    def change(old: Objects) -> Objects:
-        made, _ = made_by(trainer, new, SEED)
-        found = states(old)
-        heads = [name for name in found["model"] if name.startswith("head")]
-        weights = made.model.state_dict()
-        made.model.load_state_dict({**found["model"], **{name: weights[name] for name in heads}})
-        state = found["optimizer"]["state"]
-        found["optimizer"]["state"] = {number: one for number, one in state.items() if number < len(state) - len(heads)}
-        made.optimizer.load_state_dict(found["optimizer"])
-        made.scheduler.load_state_dict(found["scheduler"])
-        made.trace, made.loader = old.trace, old.loader
-        return made
-
     folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
-    told = assert_branch(trainer, new, folder, section, by_hand(trainer, Setup(), change))
+    told = assert_branch(trainer, new, folder, section, by_hand(trainer, Setup(), with_new_head(trainer, new)))
     assert [one.name for one in told.changes] == ["model.head.weight", "model.head.bias"]
 
 
 def test_fresh_random_streams(trainer: Trainer, tmp_path: Path) -> None:
     """The data stays in its place, and what is drawn is this process's."""
-
-    def change(old: Objects) -> Objects:
-        rng.restore(made_by(trainer, Setup(), SEED)[1])
-        return old
-
     folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
-    streams = by_hand(trainer, Setup(), change)
+    streams = by_hand(trainer, Setup(), with_streams_of(trainer, Setup()))
     # The batch of the change was drawn before it by hand.
     assert_branch(trainer, Setup(), folder, {"skip": ["rng"]}, streams)
 

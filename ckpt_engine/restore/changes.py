@@ -105,8 +105,7 @@ class Changes:
             return
         self._globs += [_Glob("only", text) for text in section.only or ()]
         self._globs += [_Glob("skip", text) for text in section.skip]
-        self._globs += [_Glob("map", *row) for row in section.map.items()]
-        self._globs += [_Glob("override", *row) for row in section.override.items()]
+        self._globs += [_Glob(key, *row) for key in ("map", "override") for row in getattr(section, key).items()]
         for glob in self._globs if OWN_KEY in state else ():
             if glob.text.partition(".")[0] in _PLACE:
                 raise MismatchError(
@@ -115,6 +114,7 @@ class Changes:
                 )
         if OWN_KEY in state:
             self.new_streams = _STREAMS not in state and self._matches("skip", _STREAMS)
+            self.rows += [ChangedPart("left", _STREAMS, "the random streams of this process")] * self.new_streams
             named = [(("", key), one) for key, one in state.items()]
             named += [((_SCHEDULERS, n), one) for n, one in enumerate(state.get(_SCHEDULERS, ()))] * self._lightning
             schedules = [self._name("", path) for path, one in named if isinstance(one, dict) and "last_epoch" in one]

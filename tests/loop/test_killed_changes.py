@@ -36,8 +36,8 @@ HANDS: Mapping[str, Callable[[Kind, Setup], End]] = {
     "accumulation": lambda kind, new: by_hand(kind, Setup(), lambda mine: mine.accumulating(new.accumulate)),
     "streams": lambda kind, new: by_hand(kind, Setup(), with_streams_of(kind, new)),
 }
-CHANGES = {"weights", "moments", "head"}
-"""Those whose report has values that were not restored."""
+CHANGES = {"weights", "moments", "head", "streams"}
+"""Those whose report lists values that were not restored."""
 QUICK = {("plain", "weights"), ("plain", "batch"), ("lightning", "head"), ("lightning", "epochs")}
 CELLS = [
     pytest.param(one, recipe, id=f"{one}-{recipe}", marks=() if (one, recipe) in QUICK else pytest.mark.slow)

@@ -189,7 +189,9 @@ def test_fresh_random_streams(trainer: Trainer, tmp_path: Path) -> None:
     folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
     streams = by_hand(trainer, Setup(), with_streams_of(trainer, Setup()))
     # The batch of the change was drawn before it by hand.
-    assert_branch(trainer, Setup(), folder, {"skip": ["rng"]}, streams)
+    told = assert_branch(trainer, Setup(), folder, {"skip": ["rng"]}, streams)
+    assert [one.name for one in told.changes] == ["rng"]
+    assert "random streams" not in {one.name for one in told.restored}
 
 
 def test_an_overridden_value(trainer: Trainer, tmp_path: Path) -> None:

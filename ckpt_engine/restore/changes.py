@@ -103,8 +103,7 @@ class Changes:
         self._globs: list[_Glob] = []
         if section is None:
             return
-        self._globs += [_Glob("only", text) for text in section.only or ()]
-        self._globs += [_Glob("skip", text) for text in section.skip]
+        self._globs += [_Glob(key, text) for key in ("only", "skip") for text in getattr(section, key) or ()]
         self._globs += [_Glob(key, *row) for key in ("map", "override") for row in getattr(section, key).items()]
         for glob in self._globs if OWN_KEY in state else ():
             if glob.text.partition(".")[0] in _PLACE:

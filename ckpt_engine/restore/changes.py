@@ -136,10 +136,15 @@ class Changes:
         """After the last change. Raises MismatchError where a pattern matches nothing."""
         for glob in self._globs:
             if not glob.used:
-                near = difflib.get_close_matches(glob.text, self._seen, _SHOWN, cutoff=0.5)
+                near = [  # first those with the same last word: a user may not know where a value is
+                    one
+                    for same in (True, False)
+                    for one in difflib.get_close_matches(glob.text, self._seen, len(self._seen) + 1, cutoff=0.5)
+                    if one.endswith("." + glob.text.rpartition(".")[2]) is same
+                ]
                 raise MismatchError(
                     f"resume.{glob.option}: {glob.text!r} matches nothing in the snapshot",
-                    hint=f"similar names: {', '.join(near or sorted(self._seen)[:_SHOWN])}",
+                    hint=f"similar names: {', '.join((near or sorted(self._seen))[:_SHOWN])}",
                 )
 
     # ---- names

@@ -219,7 +219,8 @@ def _assert_nothing_is_resumed_silently(new: Path, place: Repository) -> None:
         assert (run.load() is None) == (not place.ids())
     else:
         with pytest.raises(NoUsableSnapshotError, match="is not finished") as caught:
-            run.load()
+            run.track(model=torch.nn.Linear(2, 2))
+        run.close()
         assert f"#20 {place.storage.url}" in str(caught.value.hint)
 
 

@@ -138,7 +138,7 @@ def test_a_run_resumes_with_another_wrapper(
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("adapts", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "now"), list(itertools.product(["plain", "whole", "ddp", "fsdp2"], repeat=2)))
 def test_a_run_resumes_with_another_wrapper_of_ranks(
     before: str,

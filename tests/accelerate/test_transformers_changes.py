@@ -170,7 +170,7 @@ def test_more_epochs(tmp_path: Path) -> None:
     longer = {**CONSTANT, "num_train_epochs": 3}
     run(tmp_path, every_boundary(tmp_path / "run"), 0, **CONSTANT)
     expected = run(tmp_path, None, 0, **longer)
-    assert_continues(tmp_path, tmp_path / "run", {}, expected, **longer)
+    assert_continues(tmp_path, tmp_path / "run", {}, expected, 3 * BATCHES, **longer)
 
 
 class Rebatched:
@@ -216,7 +216,7 @@ def test_another_batch_size(batch: int, tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "get_train_dataloader", lambda trainer: Rebatched(usual(trainer), batch))
         expected = run(tmp_path, None, 0, **CONSTANT)
-    told = assert_continues(tmp_path, folder, {"data": "continue"}, expected, **changed)
+    told = assert_continues(tmp_path, folder, {"data": "continue"}, expected, 2 * -(-SAMPLES // batch), **changed)
     assert {"count of steps", "position of 'loader', a DataLoaderShard"} <= {one.name for one in told.not_restored}
 
 
@@ -233,7 +233,7 @@ def test_another_accumulation(tmp_path: Path) -> None:
     folder, _ = killed(tmp_path, at=EVEN, **CONSTANT)
     expected = run(tmp_path, None, 0, Accumulate(), **CONSTANT)
     changed = {**CONSTANT, "gradient_accumulation_steps": 2}
-    told = assert_continues(tmp_path, folder, {"data": "continue"}, expected, **changed)
+    told = assert_continues(tmp_path, folder, {"data": "continue"}, expected, BATCHES, **changed)
     assert "count of steps" in {one.name for one in told.not_restored}
 
 
@@ -248,14 +248,17 @@ def test_an_accumulation_that_cannot_be_counted_is_refused(options: Any, error: 
     assert "data: " in str(caught.value.hint)
 
 
-def assert_continues(tmp_path: Path, folder: Path, options: Any, expected: Outcome, **arguments: Any) -> Any:
-    """Resume with other arguments, and with the same ones after two kills."""
+def assert_continues(
+    tmp_path: Path, folder: Path, options: Any, expected: Outcome, steps: int, **arguments: Any
+) -> Any:
+    """Resume with other arguments, and with the same ones after two kills; the trainer counts so many steps then."""
     wanted = [one for one in expected.trace if one[0] == "train"]
     before = len(saved(folder))
     first = run(tmp_path, every_boundary(folder, **options), SEED, **arguments)
     trained = [one for one in first.trace if one[0] == "train"]
     assert trained == wanted[len(wanted) - len(trained) :]
     assert first.digest["weights"] == expected.digest["weights"]
+    assert first.digest["history"].endswith(f"'epoch': {arguments.get('num_train_epochs', 2)}.0, 'step': {steps}}}]")
     branch = [one for one in saved(folder)[before:] if one.reason != "end"]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, tmp_path / f"kill {number}")

@@ -456,7 +456,7 @@ class FitResume(TrainerResume):
         parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
         if schedulers:
             parts.append(Restored("schedulers", schedulers))
-        if exact:
+        if exact and not self._engine.changes.new_streams:
             parts.append(Restored("random streams", ", ".join(own["rng"])))
         parts.append(Restored("data position", count(len(own["loaders"]), "loader")))
         if exact and (own["results"] or own["metrics"]):

@@ -137,9 +137,9 @@ class HiddenState:
             if not why and (size := nbytes_of(value)):
                 nbytes += size
                 why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
-            begin = self._first.get(path) or {
-                moment: digest(one.frozen[path]) for moment, one in self._moments.items() if path in one.frozen
-            }
+            begin = self._first.get(  # empty where the first process began without it
+                path, {moment: digest(one.frozen[path]) for moment, one in self._moments.items() if path in one.frozen}
+            )
             is_left = why == _ONCE or (value is None and path.rpartition(".")[0] in flagged)
             if is_left and latest is not None and latest.is_of_library(path):
                 continue  # its package sets it in each process, or uses it up there

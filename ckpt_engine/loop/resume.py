@@ -136,7 +136,9 @@ class LoopResume(Resume):
         self._missing += self._restore_order(last=own["training"] is None or own["finished"])
         self._missing += self._restore_streams()  # a loop that asks no loader has no later moment
         if elastic is None:
-            self._restored.append(Restored("random streams", ", ".join(own["rng"])))
+            self._restored += [Restored("random streams", ", ".join(own["rng"]))] * (
+                not self._engine.changes.new_streams
+            )
         else:
             self._notes += elastic.notes(feed.position.dealt for feed in self._feeds)
             metrics = "metric objects" if own.get("metric_states") else ""

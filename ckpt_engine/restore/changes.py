@@ -101,10 +101,8 @@ class Changes:
         self._globs: list[_Glob] = []
         if section is None:
             return
-        self._globs += [_Glob("only", text) for text in section.only or ()]
-        self._globs += [_Glob("skip", text) for text in section.skip]
-        self._globs += [_Glob("map", *row) for row in section.map.items()]
-        self._globs += [_Glob("override", *row) for row in section.override.items()]
+        self._globs += [_Glob(key, text) for key in ("only", "skip") for text in getattr(section, key) or ()]
+        self._globs += [_Glob(key, *row) for key in ("map", "override") for row in getattr(section, key).items()]
         for glob in self._globs if OWN_KEY in state else ():
             if glob.text.partition(".")[0] in _PLACE:
                 raise MismatchError(
@@ -113,6 +111,7 @@ class Changes:
                 )
         if OWN_KEY in state:
             self.new_streams = _STREAMS not in state and self._matches("skip", _STREAMS)
+            self.rows += [ChangedPart("left", _STREAMS, "the random streams of this process")] * self.new_streams
             named = [(("", key), one) for key, one in state.items()]
             named += [((_SCHEDULERS, n), one) for n, one in enumerate(state.get(_SCHEDULERS, ()))] * self._lightning
             schedules = [self._name("", path) for path, one in named if isinstance(one, dict) and "last_epoch" in one]
@@ -135,10 +134,15 @@ class Changes:
         """After the last change. Raises MismatchError where a pattern matches nothing."""
         for glob in self._globs:
             if not glob.used:
-                near = difflib.get_close_matches(glob.text, self._seen, _SHOWN, cutoff=0.5)
+                near = [  # first those with the same last word: a user may not know where a value is
+                    one
+                    for same in (True, False)
+                    for one in difflib.get_close_matches(glob.text, self._seen, len(self._seen) + 1, cutoff=0.5)
+                    if one.endswith("." + glob.text.rpartition(".")[2]) is same
+                ]
                 raise MismatchError(
                     f"resume.{glob.option}: {glob.text!r} matches nothing in the snapshot",
-                    hint=f"similar names: {', '.join(near or sorted(self._seen)[:_SHOWN])}",
+                    hint=f"similar names: {', '.join((near or sorted(self._seen))[:_SHOWN])}",
                 )
 
     # ---- names

@@ -312,27 +312,32 @@ def require_none(where: Sequence[Repository], search: SearchLog, step: int | Non
     missed = search.missed(where)
     away = [f"  {one.url}: [{one.code}] {one.reason}" for one in missed]
     if any(one.snapshot not in search.unfinished for one in search.rejected):
-        lines = [f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected]
         instead = "start a new run in another folder"
         if any(place.storage.capabilities.nodes is not None for place in where):
             instead = f"remove {named[0]} on every node to start a new run"
         raise NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:",
-            *lines,
+            *[f"  {one.snapshot}: [{one.code}] {one.reason}" for one in search.rejected],
             *away,
             "",
             hint=f"look closer with `ckpt verify {named[0]}`, or {instead}",
         )
     if away:
-        missing = " and ".join(one.url for one in missed)
         raise NoUsableSnapshotError(
             f"there is no snapshot in {urls} that is visible, but not every place answers:",
             *away,
             "",
-            hint=f"start it again when {missing} answers; to begin a new run without it, remove it from `tiers`",
+            hint=f"start it again when {' and '.join(one.url for one in missed)} answers; "
+            "to begin a new run without it, remove it from `tiers`",
         )
     if step is not None:
         raise ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")
+    records = [(place.storage.url, place.record()) for place in where if place.storage.url in named]
+    for url, fork in [(url, record.fork) for url, record in records if record is not None and record.fork is not None]:
+        raise NoUsableSnapshotError(
+            f"the fork at {url} is not finished: it has no snapshot",
+            hint=f"`ckpt fork {fork.url}#{fork.step} {url}` finishes it; or start a new run in another folder",
+        )
 
 
 def choose(

@@ -62,7 +62,8 @@ def fork_run(
 
 def _require_unused(place: Repository) -> None:
     record = place.record()
-    ours = {names.LEASE} if record is not None and record.fork is None else {names.LEASE, names.RECORD}
+    # A start at a fork that is not finished leaves its attempt.
+    ours = {names.LEASE, *((names.RECORD, names.ATTEMPTS) if record is None or record.fork is not None else ())}
     others = [one.name for one in place.storage.list("") if one.name not in ours and names.data_owner(one.name) is None]
     if others:
         raise StorageExistsError(

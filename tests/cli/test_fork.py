@@ -7,6 +7,9 @@ import itertools
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,17 @@ import torch
 from s3fs import S3FileSystem
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage import local
+from ckpt_engine.store.storage import local, open_storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
+from tests.support import interpreters
 
 Ckpt = Callable[..., Any]
 
@@ -199,11 +204,24 @@ def test_a_fork_that_is_killed_is_whole_or_has_nothing(
                 break
         found = [parsed.id for parsed in Repository(LocalStorage(new)).ids()]
         seen.add(len(found))
+        _assert_nothing_is_resumed_silently(new, Repository(LocalStorage(new)))
         again = ckpt("fork", f"{run_folder.path}#20", new)
         assert (found, again.code) in (([], 0), ([ids[1]], 2)), (done, again.err)
         assert ckpt("verify", new).code == 0
         assert contents(run_folder.path) == before
     assert seen == {0, 1} and call > 10
+
+
+def _assert_nothing_is_resumed_silently(new: Path, place: Repository) -> None:
+    """Of what a fork that was killed has left: it has the snapshot, or it is named, or there is no run."""
+    run = Checkpointer(new, writer="thread")
+    if place.ids() or place.record() is None:
+        assert (run.load() is None) == (not place.ids())
+    else:
+        with pytest.raises(NoUsableSnapshotError, match="is not finished") as caught:
+            run.track(model=torch.nn.Linear(2, 2))
+        run.close()
+        assert f"#20 {place.storage.url}" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("error", [errno.EXDEV, errno.EPERM, errno.EMLINK])
@@ -281,3 +299,60 @@ def test_one_store_copies_its_objects(
     assert (sent.json["linked_bytes"], sent.json["sent_bytes"]) == (0, size)
     assert ckpt("verify", tmp_path / "disk").code == 0
     assert (tmp_path / "disk" / names.data_name(snapshot)).read_bytes() == run_folder.data_file(snapshot).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("action", "method", "path"),
+    [
+        ("lost", "PUT", r"ckpt\.json|/data/|/snapshots/"),
+        *[pytest.param(action, ".*", "", marks=pytest.mark.slow) for action in ("refuse", "lost")],
+    ],
+)
+def test_a_fork_in_a_store_that_is_killed_is_finished_by_the_same_command(
+    ckpt: Ckpt,
+    run_folder: Any,
+    moto: S3Server,  # noqa: F811
+    bucket: str,  # noqa: F811
+    wire: Wire,  # noqa: F811
+    tmp_path: Path,
+    action: str,
+    method: str,
+    path: str,
+) -> None:
+    """At each of its requests, before the store acts or after it; a start meanwhile takes nothing for a run."""
+    rng = np.random.default_rng(0)
+    snapshot = run_folder.add(20, {f"state_dict/w{i}": rng.standard_normal(10_000) for i in range(3)})
+    options = moto.options(wire.url, retry_seconds=0.2, timeout_seconds=60.0)
+    for name in ("old", *map(str, range(60))):
+        text = f"tiers: [{{url: 's3://{bucket}/{name}', storage_options: {json.dumps(options)}}}]"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert ckpt("cp", run_folder.path, tmp_path / "old.yaml").code == 0
+    seen = set()
+    for request in itertools.count():
+        new = tmp_path / f"{request}.yaml"
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.cli.mortal",
+            "0",
+            "fork",
+            f"{tmp_path}/old.yaml#20",
+            new,
+        ]
+        with interpreters.Popen(command, cwd=interpreters.REPOSITORY, stdout=subprocess.DEVNULL) as process:
+            wire.rule(action, method, path, after=request, times=1, then=process.kill)
+            status = process.wait()
+        wire.clear()
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        place = Repository(open_storage(f"s3://{bucket}/{request}", options))
+        found = [parsed.id for parsed in place.ids()]
+        seen.add((len(found), place.record() is None))
+        _assert_nothing_is_resumed_silently(new, place)
+        again = ckpt("fork", f"{tmp_path}/old.yaml#20", new)
+        assert (found, again.code) in (([], 0), ([snapshot], 2)), again.err
+        assert ckpt("verify", new).code == 0
+    assert (0, False) in seen

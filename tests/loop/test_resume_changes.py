@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,28 @@ from lightning.fabric import Fabric
 
 from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine import Checkpointer
-from ckpt_engine.data import rng
 from tests.accelerate.runs import durable as durable_accelerate
 from tests.accelerate.runs import make_accelerator
 from tests.lightning.runs import Case as LightningCase
 from tests.lightning.runs import Journal, every_batch, make_trainer, train
 from tests.loop.changes import (
+    SEED,
     End,
     Objects,
     Setup,
     Trainer,
     assert_branch,
+    assert_continues,
     begun_again,
     by_hand,
     first_part,
     made_by,
+    rebatched,
     states,
+    with_new_head,
+    with_streams_of,
 )
 from tests.loop.runs import Case, durable, every_boundary, seed_everything
-
-SEED = 11
 
 
 class Plain:
@@ -45,12 +48,15 @@ class Plain:
         mine, ckpt = self.make(setup), Checkpointer(options)
         run = ckpt.track(model=mine.model, optimizer=mine.optimizer, scheduler=mine.scheduler, loader=mine.loader)
         for epoch in range(run.epoch, setup.epochs):
-            for x, y, ids in mine.loader:
+            for batch, (x, y, ids) in enumerate(mine.loader, run.resumed_batches):
                 durable(ckpt)
-                mine.step(epoch, x, y, ids)
+                mine.step(epoch, x, y, ids, batch)
         found = mine.ends()
         ckpt.close()
         return found
+
+    def fetched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
 
 
 class WithFabric(Plain):
@@ -70,11 +76,12 @@ class WithAccelerate:
         return self._prepared(setup)[0]
 
     def _prepared(self, setup: Setup) -> tuple[Objects, Any]:
-        accelerator, mine = make_accelerator(Case()), Objects.of(setup)
+        accelerator, mine = make_accelerator(Case(accumulate=setup.accumulate)), Objects.of(setup)
         mine.model, mine.optimizer, mine.loader, mine.scheduler = accelerator.prepare(
             mine.model, mine.optimizer, mine.loader, mine.scheduler
         )
         mine.backward = accelerator.backward
+        mine.tool = accelerator
         return mine, accelerator
 
     def train(self, setup: Setup, options: Mapping[str, Any], seed: int) -> End:
@@ -82,12 +89,17 @@ class WithAccelerate:
         mine, accelerator = self._prepared(setup)
         ckpt = AdaptiveCheckpoint(accelerator, options)
         for epoch in range(ckpt.epoch, setup.epochs):
-            for x, y, ids in mine.loader:
+            for batch, (x, y, ids) in enumerate(mine.loader, ckpt.resumed_batches):
                 durable_accelerate(ckpt)
-                mine.step(epoch, x, y, ids)
+                mine.step(epoch, x, y, ids, batch)
         found = mine.ends()
         accelerator.end_training()
         return found
+
+    def fetched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Each one with the next already fetched."""
+        for one, _ in itertools.pairwise(itertools.chain(batches, [None])):
+            yield one
 
 
 class Module(pl.LightningModule):
@@ -125,7 +137,8 @@ class WithLightning(Plain):
         seed_everything(seed)
         mine = self.make(setup)
         callbacks = every_batch(Path(options["tiers"]), **{"resume": "auto", **options})
-        trainer = make_trainer(LightningCase(), callbacks, False, max_epochs=setup.epochs)
+        more = {"max_epochs": setup.epochs, "accumulate_grad_batches": setup.accumulate}
+        trainer = make_trainer(LightningCase(), callbacks, False, **more)
         train(trainer, Module(mine), LightningCase(loader=lambda: mine.loader), None)
         return mine.ends()
 
@@ -166,36 +179,19 @@ def test_another_head(section: Any, trainer: Trainer, tmp_path: Path) -> None:
     """The run continues in its place with a head that is new, and so are its moments."""
     outputs = 3 if "strict" in section else 1
     new = Setup(outputs=outputs)
-
-    def change(old: Objects) -> Objects:
-        made, _ = made_by(trainer, new, SEED)
-        found = states(old)
-        heads = [name for name in found["model"] if name.startswith("head")]
-        weights = made.model.state_dict()
-        made.model.load_state_dict({**found["model"], **{name: weights[name] for name in heads}})
-        state = found["optimizer"]["state"]
-        found["optimizer"]["state"] = {number: one for number, one in state.items() if number < len(state) - len(heads)}
-        made.optimizer.load_state_dict(found["optimizer"])
-        made.scheduler.load_state_dict(found["scheduler"])
-        made.trace, made.loader = old.trace, old.loader
-        return made
-
     folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
-    told = assert_branch(trainer, new, folder, section, by_hand(trainer, Setup(), change))
+    told = assert_branch(trainer, new, folder, section, by_hand(trainer, Setup(), with_new_head(trainer, new)))
     assert [one.name for one in told.changes] == ["model.head.weight", "model.head.bias"]
 
 
 def test_fresh_random_streams(trainer: Trainer, tmp_path: Path) -> None:
     """The data stays in its place, and what is drawn is this process's."""
-
-    def change(old: Objects) -> Objects:
-        rng.restore(made_by(trainer, Setup(), SEED)[1])
-        return old
-
     folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
-    streams = by_hand(trainer, Setup(), change)
+    streams = by_hand(trainer, Setup(), with_streams_of(trainer, Setup()))
     # The batch of the change was drawn before it by hand.
-    assert_branch(trainer, Setup(), folder, {"skip": ["rng"]}, streams)
+    told = assert_branch(trainer, Setup(), folder, {"skip": ["rng"]}, streams)
+    assert [one.name for one in told.changes] == ["rng"]
+    assert "random streams" not in {one.name for one in told.restored}
 
 
 def test_an_overridden_value(trainer: Trainer, tmp_path: Path) -> None:
@@ -241,11 +237,24 @@ def _renamed(trainer: Trainer) -> Any:
 
 def test_more_epochs(trainer: Trainer, tmp_path: Path) -> None:
     """A run that ended continues, without a section."""
-    folder = tmp_path / "run"
-    trainer.train(Setup(), every_boundary(folder), 0)
-    longer = Setup(epochs=3)
-    resumed = trainer.train(longer, every_boundary(folder), SEED)
-    expected = by_hand(trainer, longer)
-    assert resumed[0] == expected[0][-len(resumed[0]) :]
-    assert len(resumed[0]) == len(expected[0]) // 3
-    assert resumed[1] == expected[1]
+    trainer.train(Setup(), every_boundary(tmp_path / "run"), 0)
+    longer, batches = Setup(epochs=3), len(by_hand(trainer, Setup())[0])
+    assert_continues(trainer, longer, tmp_path / "run", {}, by_hand(trainer, longer), batches)
+
+
+@pytest.mark.parametrize("batch", [3, 8])
+def test_another_batch_size(batch: int, trainer: Trainer, tmp_path: Path) -> None:
+    """The rest of the epoch comes in batches of the new size."""
+    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    expected = rebatched(trainer, Setup(), Setup(batch=batch))
+    told = assert_continues(trainer, Setup(batch=batch), folder, {"data": "continue"}, expected)
+    assert "data: continue: batch_size was 4" in told.not_restored[0].why
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 3)])
+def test_another_accumulation(before: int, now: int, trainer: Trainer, tmp_path: Path) -> None:
+    """Snapshots are taken between two steps: no gradients are lost."""
+    old = Setup(accumulate=before)
+    folder = first_part(trainer, old, tmp_path / "run", tmp_path / "1")
+    expected = by_hand(trainer, old, lambda mine: mine.accumulating(now))
+    assert_continues(trainer, Setup(accumulate=now), folder, {}, expected)

@@ -138,12 +138,37 @@ def test_a_run_resumes_with_another_wrapper(
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("before", "now"), list(itertools.permutations(["plain", "whole", "ddp", "fsdp2"], 2)))
+@pytest.mark.parametrize("adapts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("before", "now"), list(itertools.product(["plain", "whole", "ddp", "fsdp2"], repeat=2)))
 def test_a_run_resumes_with_another_wrapper_of_ranks(
-    before: str, now: str, tmp_path: Path, wrapped: Callable[[str], None]
+    before: str,
+    now: str,
+    adapts: bool,
+    tmp_path: Path,
+    wrapped: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of one process, so that each wrapper computes the same."""
+    """Of one process, so that each wrapper computes the same; around an adapter, too."""
+    if adapts:
+        for kind in {before, now}:
+            monkeypatch.setitem(WRAPS, kind, lambda model, outer=WRAPS[kind]: outer(lora(model)))
     assert_resumes(TRAINERS["plain"], before, now, tmp_path, wrapped)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", ["whole", "ddp", "fsdp2"])
+@pytest.mark.parametrize("adapted", ["before", "now"])
+def test_an_adapter_under_a_wrapper_of_ranks_is_refused_by_name(
+    kind: str, adapted: str, tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only one of both has it, and before training begins."""
+    monkeypatch.setitem(WRAPS, "lora", lora)
+    before, now = ("lora", kind) if adapted == "before" else (kind, "lora")
+    wrapped(before)
+    folder = first_part(TRAINERS["plain"], Setup(), tmp_path / "run", tmp_path / "1")
+    wrapped(now)
+    with pytest.raises(MismatchError, match=r"head\.lora_A\.default\.weight"):
+        resumed(TRAINERS["plain"], folder, Setup())
 
 
 @pytest.mark.parametrize(("trainer", "before", "now"), [one for one in PAIRS if one[1] != "plain"])

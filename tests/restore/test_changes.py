@@ -42,6 +42,7 @@ def loaded(folder: Path, into: Any = None, **section: Any) -> tuple[Any, Checkpo
         ({"skip": ["model.haed.w"]}, "model.head.w"),
         ({"only": ["modle"]}, "model"),
         ({"override": {"optimizer.param_group.*.lr": 1.0}}, "optimizer.param_groups.*.lr"),
+        ({"override": {"optimizer.lr": 1.0}}, "optimizer.param_groups.*.lr"),
         ({"map": {"model.boddy.w": "model.trunk.w"}}, "model.body.w"),
     ],
     ids=str,

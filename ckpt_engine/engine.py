@@ -619,8 +619,9 @@ class Engine:
             self._emit(Notice("WARNING", news))
 
     def _emit(self, event: Event) -> None:
-        if self._closing and not self.ending.tells and _is_late(event):
-            return
+        is_late = isinstance(event, SnapshotFailed) and event.code == WaitTimeoutError.code
+        if self._closing and not self.ending.tells and (is_late or isinstance(event, WriterLost)):
+            return  # the writer continues without this process with what it has not written yet
         if isinstance(event, AttemptsFound):
             self.times.found(event)
         if isinstance(event, SnapshotCommitted):
@@ -657,8 +658,3 @@ class Engine:
             self._loss = None  # the script knows now, and decides
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure
-
-
-def _is_late(event: Event) -> bool:
-    """The writer goes on by itself with what it has not written yet."""
-    return isinstance(event, WriterLost) or (isinstance(event, SnapshotFailed) and event.code == WaitTimeoutError.code)

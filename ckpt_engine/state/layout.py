@@ -191,7 +191,8 @@ class Planner:
             ordered = drafting.mine(ordered, self._session.ranks)
         # Then what can cross from a device in one piece: the same device, and as early or late. Other ranks have
         # other devices, so that this comes after the drafting. Small ones are copied together.
-        ordered.sort(key=lambda d: (-d.dtype.itemsize, *_crossing(d), d.lazy, d.nbytes >= SMALL_BYTES))
+        crossing = {id(d): ("", False) if d.device.type == "cpu" else (str(d.device), d.lazy) for d in ordered}
+        ordered.sort(key=lambda d: (-d.dtype.itemsize, *crossing[id(d)], d.lazy, d.nbytes >= SMALL_BYTES))
         forms = [container_form(drafting.dtype_name(d.dtype), d.shape, d.nbytes) for d in ordered]
         try:
             header = data_header([(d.name, *form, d.nbytes) for d, form in zip(ordered, forms, strict=True)])
@@ -313,10 +314,6 @@ def _own_draft(name: str, data: torch.Tensor, index: int) -> EntrySource:
 def _told(addresses: list[int], copied: set[int]) -> list[int]:
     """What addresses say: those of private copies say nothing."""
     return [0 if i in copied else address for i, address in enumerate(addresses)]
-
-
-def _crossing(draft: EntrySource) -> tuple[str, bool]:
-    return ("", False) if draft.device.type == "cpu" else (str(draft.device), draft.lazy)
 
 
 @dataclass(frozen=True, slots=True)

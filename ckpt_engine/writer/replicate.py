@@ -207,11 +207,6 @@ class Replicator:
         return self.tier.signs.silent_seconds >= SILENT_SECONDS
 
     @property
-    def gets_on(self) -> bool:
-        """Whether it has given a sign a moment ago, or nothing is asked of it."""
-        return self.tier.signs.silent_seconds < RECENT_SECONDS
-
-    @property
     def hangs(self) -> bool:
         """Whether what was asked of the tier last has not come back."""
         return self._health.hangs

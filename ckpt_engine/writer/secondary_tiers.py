@@ -41,7 +41,7 @@ from ckpt_engine.store.storage.watchdog import (
 )
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
-from ckpt_engine.writer.replicate import CopyThrottle, Replicator
+from ckpt_engine.writer.replicate import RECENT_SECONDS, CopyThrottle, Replicator
 from ckpt_engine.writer.run_records import StatusWriter, TierHealth, TierStatus, Unfinished
 from ckpt_engine.writer.secondary_tier import SecondaryTier, TierStorages
 
@@ -320,7 +320,9 @@ class SecondaryTiers:
 
         self._wait(lambda: not left(), min(deadline, time.monotonic() + TELL_SECONDS))
         # One that has just stopped answering is left soon, and the end says that.
-        self._wait(lambda: not left() or any(one.gets_on for one in left()), deadline)
+        self._wait(
+            lambda: not left() or any(one.tier.signs.silent_seconds < RECENT_SECONDS for one in left()), deadline
+        )
         late = [one.unfinished(self._newest) for one in left()]
         if late and time.monotonic() < deadline:
             waits(late)

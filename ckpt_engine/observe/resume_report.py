@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from ckpt_engine.errors import visible
 from ckpt_engine.observe.units import duration, place, size
 
@@ -161,6 +159,8 @@ class ResumeReport:
         Raises:
             ValueError: not a resume report.
         """
+        from pydantic import TypeAdapter  # the writer process, which reads none, does without
+
         return TypeAdapter(cls).validate_python(data)
 
     def text(self) -> str:

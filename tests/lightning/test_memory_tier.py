@@ -74,7 +74,7 @@ def test_no_snapshot_in_memory_while_gradients_accumulate(
     """What could not be taken right after the optimizer step is not made up for in the middle of an accumulation."""
     ready, refused = Engine.ready, []
 
-    def once_not(self: Engine, *, durable: bool = True) -> bool:
+    def once_not(self: Engine, *, durable: bool = True, cold: bool = False) -> bool:
         if kept and not durable and not refused:
             refused.append(kept[-1] + 1)
             return False

@@ -33,7 +33,7 @@ class Engine:
         self.is_ready, self.memory = True, False
         self.times = RunTimes(SystemClock())
 
-    def ready(self, *, durable: bool = True) -> bool:
+    def ready(self, *, durable: bool = True, cold: bool = False) -> bool:
         return self.is_ready
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:

@@ -225,7 +225,7 @@ def test_the_commands_read_such_a_run(tmp_path: Path, ckpt: Callable[..., Outcom
         done = ckpt(verb, life.root, other.root, *more)
         assert done.code == 0, done.err
         other.check(states)
-    assert ckpt("export", life.root, tmp_path / "x.safetensors", "--component", "t").code == 0
+    assert ckpt("export", life.root, tmp_path / "x.safetensors", "--only", "t").code == 0
     assert same(load_file(tmp_path / "x.safetensors"), states[2]["t"])
     done = ckpt("prune", life.root, "--keep", "last=1")
     assert done.code == 0, done.err

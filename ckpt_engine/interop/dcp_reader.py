@@ -382,6 +382,8 @@ class Save:
     def commit(self, manifest: Manifest, policy: RetentionPolicy) -> None:
         """Make the snapshot exist, then let go of what `policy` does not keep. All its data MUST be durable.
 
+        `end` MUST follow.
+
         Raises:
             LeaseHeldError: the lease was lost; the snapshot does not exist.
             StorageError: it does not exist. What goes wrong after that is only logged.
@@ -391,18 +393,14 @@ class Save:
         lease.check()
         repository.commit(replace(manifest, info=replace(manifest.info, line=line)))
         with _lock:
-            self._run.under_way.discard(self.id)
-            self._run.busy += 1
             try:
                 if isinstance(policy, KeepAll):
                     repository.write_catalog_if_due()
                 else:
-                    under_way = self._run.under_way
-                    prune(repository, lease, policy, line=line, verified=(self.id,), in_flight=under_way)
+                    others = self._run.under_way - {self.id}
+                    prune(repository, lease, policy, line=line, verified=(self.id,), in_flight=others)
             except CkptError as err:
                 LOG.warning("snapshot %s is there, but retention failed: %s", self.id, err)
-            finally:
-                self._run.busy -= 1
 
     def end(self) -> None:
         """Nothing more will be written for it. Data without a manifest goes with the next save. Twice is fine."""

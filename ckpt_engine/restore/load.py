@@ -184,7 +184,7 @@ def load(
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
             place = candidate.sources[0].storage.url
-            line = f"reading {candidate.info.id} ({units.size(nbytes)}) from {place}"
+            line = partial(_reading, candidate.info.id, nbytes, place)
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
@@ -212,6 +212,10 @@ def load(
         )
     require_none(where, search, step)
     return None
+
+
+def _reading(snapshot: str, nbytes: int, place: str) -> str:
+    return f"reading {snapshot} ({units.size(nbytes)}) from {place}"
 
 
 def _read(

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -24,7 +24,6 @@ from ckpt_engine.store import names
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.storage.watchdog import CallProgress
 
 T = TypeVar("T")
@@ -238,9 +237,12 @@ class ParallelMap(Generic[T, U]):
 
     def result(self) -> list[U]:
         """What has become of all items, in their order; waits for the threads, whose work is bounded. Once."""
-        with on_failure(self.abandon):
+        try:
             for thread in self._threads:
                 thread.join()
+        except BaseException:
+            self.abandon()
+            raise
         count, self._items = len(self._items), ()
         if self._error is not None:
             raise self._error
@@ -414,10 +416,14 @@ class RawContents:
         staged = self.staged
         digests = digesting(image, staged.cut_layout) if staged.digests.known is None else None
         began = time.monotonic()
-        with nullcontext() if digests is None else on_failure(digests.abandon):
+        try:
             name = staged.data.name
             self.repository.storage.put(name, [image])
             self.new.append(name)
+        except BaseException:
+            if digests is not None:
+                digests.abandon()
+            raise
         self.write_seconds = time.monotonic() - began
         if digests is not None:
             staged.digests.settle(digests.result())

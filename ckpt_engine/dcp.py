@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from ckpt_engine.copy.job import KeySkeleton
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.interop.dcp_container import Block, Container, DcpArray, DcpItem, host
 from ckpt_engine.interop.dcp_reader import CkptReader, NamedByStep, Root, Save, config_of, parsed_of, step_of
 from ckpt_engine.ranks.boxes import Grid, tiles
@@ -161,8 +162,7 @@ class CkptWriter(NamedByStep, StorageWriter):
         blocks: dict[str, list[Block]] = {}
         if arrays:
             container = Container(arrays)
-            for block in container.blocks():
-                blocks.setdefault(block.name, []).append(block)
+            blocks = grouped((block.name, block) for block in container.blocks())
             file = DataFile(names.data_name(task.snapshot, task.rank), container.nbytes)
             self._storage().put(file.name, container.contents())
         results = []
@@ -240,15 +240,10 @@ def manifest_of(
     Raises:
         SnapshotFailedError: shards of a tensor are missing, or do not fit together.
     """
-    files: dict[str, DataFile] = {}
-    blocks: dict[str, list[tuple[Block, str]]] = {}
-    nodes: dict[str, Any] = {}
-    for name, item in stored:
-        if item.file is not None:
-            files[item.file.name] = item.file
-            for block in item.blocks:
-                blocks.setdefault(block.name, []).append((block, item.file.name))
-        nodes[name] = item.node
+    nodes = {name: item.node for name, item in stored}
+    written = [(item.file, item.blocks) for _, item in stored if item.file is not None]
+    files = {file.name: file for file, _ in written}
+    blocks = grouped((block.name, (block, file.name)) for file, found in written for block in found)
     index = {name: number for number, name in enumerate(files)}
     made = {name: _entry(name, found, index) for name, found in blocks.items()}
     entries = {name: entry for name, (entry, _) in made.items()}

@@ -83,7 +83,8 @@ def _nested(rules: Sequence[str]) -> dict[str, Any]:
         section = keep
         *outer, name = path.split(".")
         for part in outer:
-            if not isinstance((section := section.setdefault(part, {})), dict):
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
                 raise ConfigError(f"--keep {rule}: {part} has a value already")
         if name in section:
             raise ConfigError(f"--keep {rule}: {path} is given twice")

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_engine.grouping import grouped
 from ckpt_engine.store.tree import keyed
 
 AdamNumbers = Mapping[str, float]
@@ -116,19 +117,15 @@ def _numbers(group: Mapping[str, Any]) -> Iterator[AdamNumbers]:
 
 def _weights(rows: list[_Match], arrays: Mapping[tuple[str, ...], list[_Array]]) -> dict[int, str]:
     """The weights of each row: from the first place that has as many of each form, else from wherever numbers agree."""
-    wanted: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for number, (first, *_) in enumerate(rows):
-        wanted[first.form].append(number)
+    wanted = grouped((first.form, number) for number, (first, *_) in enumerate(rows))
     everywhere = [one for place in arrays.values() for one in place]
 
     def paired(place: list[_Array]) -> dict[int, str]:
-        there: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-        for one in place:
-            there[one.form].append(one.entry)
+        there = grouped((one.form, one.entry) for one in place)
         return {
             number: entry
             for form, numbers in wanted.items()
-            if len(there[form]) == len(numbers)
+            if len(there.get(form, ())) == len(numbers)
             for number, entry in zip(numbers, there[form], strict=True)
         }
 

@@ -315,14 +315,12 @@ class DedupBaseline:
         row_nbytes = piece.nbytes // chunk.shape[0]
         starts = [chunk.shape[0] * (2 * n + 1) // (2 * ROW_SAMPLES) * row_nbytes for n in range(ROW_SAMPLES)]
         file = before.files[old.file].name
-
-        def there(repository: Repository) -> list[bytes]:
-            return [repository.storage.get(file, old.offset + start, row_nbytes) for start in starts]
-
         if old.nbytes != piece.nbytes:
             return False
         try:
-            rows = aside.read(there)
+            rows = aside.read(
+                lambda there: [there.storage.get(file, old.offset + start, row_nbytes) for start in starts]
+            )
         except (FormatError, StorageMissingError):
             return False
         here = (image[piece.offset + start :][:row_nbytes] for start in starts)

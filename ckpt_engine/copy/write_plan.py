@@ -513,7 +513,7 @@ class Bases:
         self._manifest = manifest
         self._source = source
         self._lock = threading.Lock()
-        self._further = self._manifests()
+        self._further = self._in_source()
         self._found: dict[_PieceOf, tuple[Decoder, Piece]] = {}
         self._there = there
 
@@ -535,26 +535,23 @@ class Bases:
 
     def _near(self, place: _PieceOf) -> tuple[Decoder, Piece] | None:
         with self._lock:
-            while place not in self._found and (manifest := next(self._further, None)) is not None:
-                self._take(manifest)
+            while place not in self._found and (one := next(self._further, None)) is not None:
+                self._found.setdefault(*one)
             return self._found.get(place)
 
-    def _manifests(self) -> Iterator[Manifest]:
-        """Those of the source, newest first, as far as they can be read; a chain ends in one of them."""
+    def _in_source(self) -> Iterator[tuple[_PieceOf, tuple[Decoder, Piece]]]:
+        """What the source has, newest first, as far as it can be read; a chain ends in one of its snapshots."""
         if self._source is None:
             return
-        yield self._manifest
         with suppress(CkptError):
-            yield from older_than(self._manifest.info.seq, self._source, ENCODED.most_bases + 2)
-
-    def _take(self, manifest: Manifest) -> None:
-        assert self._source is not None
-        decoder = decoder_of(self._source.storage.get_into, manifest)
-        there = [(name, start, piece) for name, entry in manifest.entries.items() for start, piece in entry.placed()]
-        for entries in manifest.bases.values():
-            for name, pieces in entries.items():
-                # Of those that were encoded together a decoder would have to know whose they are.
-                there += [(name, start, piece) for start, piece in pieces.items() if not piece.group]
-        for name, start, piece in there:
-            if piece.content_digest is not None:
-                self._found.setdefault((name, start, piece.content_digest), (decoder, piece))
+            older = older_than(self._manifest.info.seq, self._source, ENCODED.most_bases + 2)
+            for manifest in chain((self._manifest,), older):
+                decoder = decoder_of(self._source.storage.get_into, manifest)
+                there = [(name, *placed) for name, entry in manifest.entries.items() for placed in entry.placed()]
+                for entries in manifest.bases.values():
+                    for name, pieces in entries.items():
+                        # Of those that were encoded together a decoder would have to know whose they are.
+                        there += [(name, start, piece) for start, piece in pieces.items() if not piece.group]
+                for name, start, piece in there:
+                    if piece.content_digest is not None:
+                        yield (name, start, piece.content_digest), (decoder, piece)

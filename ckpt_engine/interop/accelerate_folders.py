@@ -63,18 +63,19 @@ def write_accelerate(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str,
     for index, state_dict in enumerate(parts.models.values()):
         notes += weight_files.write(state_dict, folder, numbered(MODEL, index), numbered(MODEL_TORCH, index))
     optimizers, schedulers = parts.optimizers.values(), parts.schedulers.values()
-    for name, states in ((OPTIMIZER, optimizers), (SCHEDULER, schedulers), (LOADER, parts.loaders)):
-        for index, one in enumerate(states):
-            torch.save(one, folder / numbered(name, index))
-    for index, one in enumerate(parts.custom):
-        torch.save(one, folder / CUSTOM_FILE.format(index))
-    for one in list(parts.scalers.values())[:1]:
-        torch.save(one, folder / SCALER)
+    files: dict[str, Any] = {
+        numbered(name, index): one
+        for name, states in ((OPTIMIZER, optimizers), (SCHEDULER, schedulers), (LOADER, parts.loaders))
+        for index, one in enumerate(states)
+    }
+    files |= {CUSTOM_FILE.format(index): one for index, one in enumerate(parts.custom)}
+    files |= dict(zip((SCALER,), parts.scalers.values(), strict=False))
     if parts.streams is not None:
-        found: dict[str, Any] = dict(zip(_STREAMS, to_legacy(parts.streams), strict=True))
-        if not found[_STREAMS[3]]:
-            del found[_STREAMS[3]]
-        torch.save({"step": info.step, **found}, folder / STREAMS_FILE.format(0))
+        *streams, cuda = to_legacy(parts.streams)
+        found = dict(zip(_STREAMS, [*streams, *([cuda] if cuda else [])], strict=False))
+        files[STREAMS_FILE.format(0)] = {"step": info.step, **found}
+    for name, one in files.items():
+        torch.save(one, folder / name)
     return (*notes, *(note for part, note in _WITHOUT.items() if not getattr(parts, part)))
 
 

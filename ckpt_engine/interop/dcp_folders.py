@@ -139,7 +139,8 @@ class _Reader:
         return out
 
     def _bytes(self, index: Any) -> bytes:
-        if getattr((item := self._items[index]), "transform_descriptors", None):
+        item = self._items[index]
+        if getattr(item, "transform_descriptors", None):
             raise MismatchError(
                 f"{self._folder} is stored with {', '.join(item.transform_descriptors)}",
                 hint="convert it with torch's own reader first (dcp_to_torch_save), then import that file",

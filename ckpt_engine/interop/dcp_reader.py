@@ -343,9 +343,7 @@ def config_of(root: Root, options: Mapping[str, Any]) -> Config:
 class _Run:
     repository: Repository
     lease: Lease
-    under_way: set[str] = field(default_factory=set)
-    busy: int = 0
-    """Calls that need the lease."""
+    under_way: set[Save] = field(default_factory=set)
 
 
 class Save:
@@ -363,24 +361,21 @@ class Save:
     def __init__(self, storage: Storage, step: int | None) -> None:
         self._url = storage.url
         with _lock:
-            run = _runs.get(self._url) or _open(storage)
+            run = self._run = _runs.get(self._url) or _open(storage)
             _runs[self._url] = run
-            run.busy += 1
-            try:
+            run.under_way.add(self)
+            with on_failure(self.end):
                 newest = max(run.repository.ids(), key=lambda parsed: parsed.seq, default=None)
                 if step is None:
                     step = newest.step + 1 if newest is not None else 0
-                seq = max(run.repository.next_seq(), *(names.seq_of(one) + 1 for one in run.under_way), 0)
-                self.id = names.snapshot_id(seq, step)
+                seq = max(run.repository.next_seq(), *(names.seq_of(one.id) + 1 for one in run.under_way - {self}), 0)
+                self.id: str = names.snapshot_id(seq, step)
                 self.run = run.repository.run_id
-                run.under_way.add(self.id)
-                self._run = run
-            finally:
-                run.busy -= 1
-                _close_if_idle(self._url, run)
 
     def commit(self, manifest: Manifest, policy: RetentionPolicy) -> None:
         """Make the snapshot exist, then let go of what `policy` does not keep. All its data MUST be durable.
+
+        `end` MUST follow.
 
         Raises:
             LeaseHeldError: the lease was lost; the snapshot does not exist.
@@ -391,25 +386,22 @@ class Save:
         lease.check()
         repository.commit(replace(manifest, info=replace(manifest.info, line=line)))
         with _lock:
-            self._run.under_way.discard(self.id)
-            self._run.busy += 1
             try:
                 if isinstance(policy, KeepAll):
                     repository.write_catalog_if_due()
                 else:
-                    under_way = self._run.under_way
-                    prune(repository, lease, policy, line=line, verified=(self.id,), in_flight=under_way)
+                    others = {one.id for one in self._run.under_way} - {self.id}
+                    prune(repository, lease, policy, line=line, verified=(self.id,), in_flight=others)
             except CkptError as err:
                 LOG.warning("snapshot %s is there, but retention failed: %s", self.id, err)
-            finally:
-                self._run.busy -= 1
 
     def end(self) -> None:
         """Nothing more will be written for it. Data without a manifest goes with the next save. Twice is fine."""
         with _lock:
-            self._run.under_way.discard(self.id)
-            if _runs.get(self._url) is self._run:
-                _close_if_idle(self._url, self._run)
+            self._run.under_way.discard(self)
+            if not self._run.under_way and _runs.get(self._url) is self._run:
+                del _runs[self._url]
+                self._run.lease.release()
 
 
 def go_on(repository: Repository, info: SnapshotInfo) -> None:
@@ -434,12 +426,6 @@ def _open(storage: Storage) -> _Run:
         repository.create_if_absent()
         collect(repository, lease)  # what saves that died have left
     return _Run(repository, lease)
-
-
-def _close_if_idle(url: str, run: _Run) -> None:
-    if not run.under_way and not run.busy:
-        _runs.pop(url, None)
-        run.lease.release()
 
 
 def parsed_of(snapshot: str) -> names.ParsedId:

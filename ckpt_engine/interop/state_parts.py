@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.grouping import grouped
 from ckpt_engine.loop.capture import unpack
 from ckpt_engine.store.manifest import OWN_KEY
 
@@ -161,9 +162,7 @@ def _of_trainer(own: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[
 
 def _callbacks(saved: Any) -> dict[str, Any]:
     """Names and texts of states in the form of transformers: several of a name as a list."""
-    found: dict[str, list[Any]] = {}
-    for name, text in saved if isinstance(saved, list) else ():
-        found.setdefault(name, []).append(json.loads(text))
+    found = grouped((name, json.loads(text)) for name, text in (saved if isinstance(saved, list) else ()))
     return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
 
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
@@ -276,10 +277,11 @@ class Surroundings:
 
 def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T]:
     """Values by name, those of tied weights under all of their names: other programs store them under one."""
-    names: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, tensor in renamed(module.state_dict(), canonical(module)).items():
-        if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) and tensor.numel():
-            names.setdefault((next(parts_of(tensor)).data_ptr(), tensor.shape), []).append(name)
+    names = grouped(
+        ((next(parts_of(tensor)).data_ptr(), tensor.shape), name)
+        for name, tensor in renamed(module.state_dict(), canonical(module)).items()
+        if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) and tensor.numel()
+    )
     found = dict(renamed(values, stored_name(module)))
     values = dict(found)
     for tied in names.values():

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckpt_engine.errors import ConfigError, RanksError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.store.container import digest
 
 _BLOCKED = "blocked"
@@ -266,9 +267,7 @@ def group_of(rank: int, nodes: Sequence[str], members: int) -> tuple[int, ...] |
     Args:
         nodes: name of each rank's machine.
     """
-    machines: dict[str, list[int]] = {}
-    for one, node in enumerate(nodes):
-        machines.setdefault(node, []).append(one)
+    machines = grouped((node, one) for one, node in enumerate(nodes))
     listed = list(machines.values())
     if len(listed) % members or len({len(ranks) for ranks in listed}) != 1:
         return None

@@ -17,6 +17,7 @@ from math import prod
 import torch
 
 from ckpt_engine.errors import CorruptError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.ranks.boxes import Box, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
@@ -114,9 +115,7 @@ def read_regions(
     """
     if not regions:
         return 0
-    by_entry: dict[str, list[ArrayRegion]] = {}
-    for region in regions:
-        by_entry.setdefault(region.entry, []).append(region)
+    by_entry = grouped((region.entry, region) for region in regions)
     wanted = [one for name, found in by_entry.items() for one in _wanted(manifest, name, found, stored[name])]
     whole = {(one.entry, one.start): one for one in wanted if one.is_whole}
     parts = [one for one in wanted if not one.is_whole]

@@ -20,6 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ckpt_engine.errors import CorruptError, MismatchError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.units import first
 from ckpt_engine.state.flatten import bytes_tensor
 from ckpt_engine.state.module_names import canonical, stored_name
@@ -253,9 +254,8 @@ def put_in_order(saved: dict[str, Groups], parts: Parts, *, divided: bool) -> li
                 hint="give them to it in the same order in each process (sort names that come out of a set)",
             )
         optimizer = parts.optimizers[key]
-        groups: dict[frozenset[str], list[Any]] = {}
-        for names, group in zip(now[key], optimizer.param_groups, strict=True):
-            groups.setdefault(frozenset(names), []).append((names, group))
+        rows = zip(now[key], optimizer.param_groups, strict=True)
+        groups = grouped((frozenset(names), (names, group)) for names, group in rows)
         for index, names in enumerate(saved[key]):
             here, group = groups[frozenset(names)].pop(0)
             at = {name: number for number, name in enumerate(here)}

@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ckpt_engine.grouping import grouped
 from ckpt_engine.ranks.boxes import Box, Grid, tiles
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.manifest import Entry
@@ -292,9 +293,7 @@ def grid_of_runs(shape: Sequence[int], runs: Sequence[tuple[int, int, int]]) -> 
         runs: (rank, first element, one after the last) of each rank that has something. Several may have the same run;
             otherwise they lie one behind another and are the array.
     """
-    holders: dict[Box, list[int]] = {}
-    for rank, start, stop in runs:
-        holders.setdefault(Box((start,), (stop - start,)), []).append(rank)
+    holders = grouped((Box((start,), (stop - start,)), rank) for rank, start, stop in runs)
     boxes = sorted(holders, key=lambda box: box.offsets)
     return Grid(tuple(shape), tuple(boxes), tuple(tuple(sorted(holders[box])) for box in boxes))
 

@@ -162,7 +162,8 @@ class GroupDecoder:
         with self._lock:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:  # those who ask for the others wait: they will be there
-            kept = self._take(key)
+            with self._lock:
+                kept = self._kept.pop(key, {})
             if set(outs) <= set(kept):
                 for name, out in outs.items():
                     out[:] = kept[name]
@@ -171,7 +172,11 @@ class GroupDecoder:
                 self._rooms.give(*kept.values())
                 kept = {one: self._rooms.take(piece.raw_nbytes) for one in piece.group if one not in outs}
                 self._decode(level, start, piece, {**kept, **outs})
-            self._keep(key, kept)
+            with self._lock:
+                if kept:
+                    self._kept[key] = kept
+                while sum(one.nbytes for there in self._kept.values() for one in there.values()) > KEPT_BYTES:
+                    self._kept.popitem(last=False)
 
     def _decode(self, level: str | None, start: int, piece: Piece, outs: dict[str, memoryview]) -> None:
         """What a group was encoded against is often one as well: the oldest comes first, and two rooms are enough."""
@@ -227,17 +232,6 @@ class GroupDecoder:
             self._left_bytes -= nbytes
             if self._left_bytes < 0:
                 raise CorruptError(f"its groups take more than {MOST_DECODED} times as long to decode as they should")
-
-    def _take(self, key: _Key) -> dict[str, memoryview]:
-        with self._lock:
-            return self._kept.pop(key, {})
-
-    def _keep(self, key: _Key, left: dict[str, memoryview]) -> None:
-        with self._lock:
-            if left:
-                self._kept[key] = left
-            while sum(one.nbytes for kept in self._kept.values() for one in kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
 
 
 def stored_pieces(manifest: Manifest) -> list[tuple[str, Piece]]:

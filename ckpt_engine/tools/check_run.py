@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.preempt.divergence import parse_rollback
 from ckpt_engine.restore.choose import UnreachableTier
@@ -298,10 +299,8 @@ class Checker:
 
 def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, dict[str, Entry]]]:
     """By the name of a file, the pieces in it, and the entries that are arrays of it as they are."""
-    stored: dict[str, list[_Stored]] = {}
     places = (((one.file, one.offset, one.nbytes, one.digest), (name, one)) for name, one in stored_pieces(manifest))
-    for entry_name, piece in dict(places).values():
-        stored.setdefault(manifest.files[piece.file].name, []).append(_Stored(entry_name, piece))
+    stored = grouped((manifest.files[one.file].name, _Stored(name, one)) for name, one in dict(places).values())
     whole: dict[str, dict[str, Entry]] = {}
     for entry_name, entry in manifest.entries.items():
         if entry.is_plain and (entry.pieces or len(manifest.files) == 1):

@@ -55,7 +55,8 @@ def fork_run(
     record = RunRecord(os.urandom(16).hex(), time.time(), point)
     source = replace(run, holders={parsed: (near,) for parsed in run.holders if parsed.id == snapshot})
     fork = ForkedRun(RunText(record.run, encode_record(record)))
-    if not (done := copy_run(source, tier, [snapshot], say, counting, fork)).copied and not done.failed:
+    done = copy_run(source, tier, [snapshot], say, counting, fork)
+    if not done.copied and not done.failed:
         raise StorageMissingError(f"{snapshot} was removed from {near.storage.url} meanwhile", hint="fork a newer one")
     return manifest.info, done, fork.linked_bytes
 

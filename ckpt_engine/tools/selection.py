@@ -113,10 +113,12 @@ def select(manifest: Manifest, component: str | None = None) -> Selection:
     for leaf in array_leaves(node):
         if leaf.node["$"] not in _ARRAY_KINDS:
             continue
-        if (array := _array(manifest, leaf, joint.join(leaf.path))).name in taken or array.name == "__metadata__":
+        array = _array(manifest, leaf, joint.join(leaf.path))
+        if array.name in taken or array.name == "__metadata__":
             raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
         taken.add(array.name)
-        if (same := stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)) is not array:
+        same = stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)
+        if same is not array:
             tied[array.name] = same.name
     if not stored:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import CkptError, ForeignError, StorageMissingError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.units import first
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import UnreachableTier
@@ -124,15 +125,12 @@ def find_run(
         raise ForeignError(err.message, hint=_where_else(root)) from err
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
     away = away_of(answers)
-    holders: dict[ParsedId, tuple[Repository, ...]] = {}
-    for place, ids in there:
-        for parsed in ids:
-            holders[parsed] = (*holders.get(parsed, ()), place)
+    holders = grouped((parsed, place) for place, ids in there for parsed in ids)
     if not holders and all(place.record() is None for place, _ in there):
         unasked = "".join(f"; {one.url} does not answer: [{one.code}] {one.reason}" for one in away)
         where = ", ".join(place.storage.url for place, _ in there)
         raise StorageMissingError(f"no run at {where}{unasked}", hint=_where_else(root))
-    in_order = dict(sorted(holders.items(), key=lambda item: (item[0].seq, item[0].id)))
+    in_order = {parsed: tuple(holders[parsed]) for parsed in sorted(holders, key=lambda one: (one.seq, one.id))}
     urls = tuple(repository.storage.url for repository in repositories)
     return Run(tuple(place for place, _ in there), in_order, away, urls)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.transfer import Copied, CopySourceError, Put, reading_source
+from ckpt_engine.copy.transfer import Copied, Put, reading_source
 from ckpt_engine.copy.write_snapshot import CommitStrategy, Staged
 from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
 from ckpt_engine.store import names
@@ -308,12 +308,9 @@ class Gather:
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
-        except (CkptError, CopySourceError):
+        finally:
             with suppress(CkptError):  # the next question removes what is left
                 _withdraw(storage, snapshot)
-            raise
-        with suppress(CkptError):
-            _withdraw(storage, snapshot)
         return copied
 
     def _ask(self, storage: Storage, snapshot: str) -> None:

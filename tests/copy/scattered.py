@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ckpt_engine.store import codecs, names
-from ckpt_engine.store.codecs.codec import Chunk, Codec, get_codec
+from ckpt_engine.store.codecs.codec import Chunk, get_codec
 from ckpt_engine.store.container import ALIGN_BYTES, build_header, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -88,8 +88,10 @@ class Scatter:
         return self._store(data, kind, base, base_id)
 
     def _store(self, data: bytes, kind: str, base: bytes, base_id: str | None) -> Piece:
-        codec: Codec = get_codec(kind)
-        made = codec.encode(memoryview(data), Chunk("uint8", (len(data),)), memoryview(base) if base_id else None)
+        made: bytes | memoryview | None = None
+        if kind != "raw":
+            over = memoryview(base) if base_id else None
+            made = get_codec(kind).encode(memoryview(data), Chunk("uint8", (len(data),)), over)
         if made is None:
             kind, made = "raw", data
         number = self.random.randrange(len(self.blobs))

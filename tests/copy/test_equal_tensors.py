@@ -176,8 +176,8 @@ def test_what_retention_has_removed_is_written_again(tmp_path: Path, codec: str)
     with Checkpointer(tiers=[{"url": str(life.root), "codec": codec, "keep": {"last": 1}}], writer="thread") as ckpt:
         for step, contents in enumerate(rounds):
             ckpt.save(state(contents, step), step=step).wait(60)
-            (*_, newest) = life.manifests()
-            assert step == 0 or life.written(newest) <= 3 * PIECE + HEADERS
+            (*_, newest) = life.repository.ids()  # what is older is being removed
+            assert step == 0 or life.written(life.repository.read(newest.id)) <= 3 * PIECE + HEADERS
     life.check({step: state(contents, step) for step, contents in enumerate(rounds)})
 
 
@@ -225,7 +225,7 @@ def test_the_commands_read_such_a_run(tmp_path: Path, ckpt: Callable[..., Outcom
         done = ckpt(verb, life.root, other.root, *more)
         assert done.code == 0, done.err
         other.check(states)
-    assert ckpt("export", life.root, tmp_path / "x.safetensors", "--component", "t").code == 0
+    assert ckpt("export", life.root, tmp_path / "x.safetensors", "--only", "t").code == 0
     assert same(load_file(tmp_path / "x.safetensors"), states[2]["t"])
     done = ckpt("prune", life.root, "--keep", "last=1")
     assert done.code == 0, done.err

@@ -178,12 +178,11 @@ class AdamCodec:
         new: Mapping[str, Words],
         old: Mapping[str, Words],
     ) -> None:
-        header = PlanesHeader.read(self.name, _MAGIC, stored, out.nbytes, base)
-        if stored.nbytes < HEADER_BYTES + _MORE.size or header.width != 4 or out.nbytes % 4:
-            raise damaged(self.name, "its header makes no sense")
-        number, kind, check, lr, beta1, beta2, eps, decay, count = _MORE.unpack_from(stored, HEADER_BYTES)
-        step = AdamStep(lr, beta1, beta2, eps, decay, count)
-        if number != _ROLES.index(role) or kind > _CONTRACTED or not step.sensible():
+        header = PlanesHeader.read(self.name, _MAGIC, stored, out.nbytes, base, _MORE)
+        number, kind, check, *numbers = header.more
+        step = AdamStep(*numbers)
+        is_of_role = header.width == 4 and out.nbytes % 4 == 0 and number == _ROLES.index(role)
+        if not is_of_role or kind > _CONTRACTED or not step.sensible():
             raise damaged(self.name, "its header makes no sense")
         position = HEADER_BYTES + _MORE.size
         if kind == _AS_IS:
@@ -205,22 +204,20 @@ def _prediction(
     role: str, kind: int, new: Mapping[str, Words], old: Mapping[str, Words], step: AdamStep
 ) -> _Prediction:
     """What to subtract: the base, or what the step must have made of it."""
+    if kind not in (_PREDICTED, _CONTRACTED) or role == FIRST:
+        return lambda start, stop: old[role][start:stop]
     store = scratch()
 
-    def floats(arrays: Mapping[str, Words], name: str, start: int, stop: int) -> Floats:
-        return arrays[name][start:stop].view(np.float32)
+    def predict(start: int, stop: int) -> Words:
+        before, now = (
+            {name: words[start:stop].view(np.float32) for name, words in arrays.items()} for arrays in (old, new)
+        )
+        if role == WEIGHTS:
+            return predict_weights(before[role], now[FIRST], now[SECOND], step, store).view(np.uint32)
+        second = predict_second_moment(before[role], before[FIRST], now[FIRST], step, kind == _CONTRACTED, store)
+        return second.view(np.uint32)
 
-    def second(start: int, stop: int) -> Words:
-        v, m, moved = (floats(a, r, start, stop) for a, r in ((old, SECOND), (old, FIRST), (new, FIRST)))
-        return predict_second_moment(v, m, moved, step, kind == _CONTRACTED, store).view(np.uint32)
-
-    def weights(start: int, stop: int) -> Words:
-        p, m, v = (floats(a, r, start, stop) for a, r in ((old, WEIGHTS), (new, FIRST), (new, SECOND)))
-        return predict_weights(p, m, v, step, store).view(np.uint32)
-
-    if kind in (_PREDICTED, _CONTRACTED) and role != FIRST:
-        return second if role == SECOND else weights
-    return lambda start, stop: old[role][start:stop]
+    return predict
 
 
 @dataclass(frozen=True, slots=True)

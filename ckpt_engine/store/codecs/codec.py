@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ckpt_engine.store.codecs.adam import AdamCodec
 
 _CODECS = {
-    "raw": ("simple", "RawCodec"),
     "zstd": ("simple", "ZstdCodec"),
     "byteplane-zstd": ("numbers", "BytePlaneCodec"),
     "delta-byteplane-zstd": ("numbers", "DeltaCodec"),

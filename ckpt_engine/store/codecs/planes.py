@@ -60,6 +60,7 @@ ReadWords = Callable[[int, int], Words]
 WriteWords = Callable[[int, int, Words], None]
 """Takes words [start, stop) that were decoded; they are overwritten afterwards."""
 _HEADER = struct.Struct("<4sBBHIIQQ")
+_NO_MORE = struct.Struct("")
 HEADER_BYTES = _HEADER.size
 _AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS, _CHANGED = range(6)
 _SETTINGS = {
@@ -209,6 +210,7 @@ class PlanesHeader:
         moved: whether the sign was moved behind the exponent.
         nbytes: decoded bytes.
         base: digest of the base, or 0.
+        more: what the codec itself adds: numbers of a struct, when read.
     """
 
     magic: bytes
@@ -217,13 +219,22 @@ class PlanesHeader:
     nbytes: int
     base: int = 0
     block_words: int = BLOCK_WORDS
+    more: tuple[Any, ...] = ()
 
     def pack(self) -> bytes:
         """The first `HEADER_BYTES` stored bytes."""
         return _HEADER.pack(self.magic, self.width, self.moved, 0, self.block_words, 0, self.nbytes, self.base)
 
     @classmethod
-    def read(cls, codec: str, magic: bytes, stored: memoryview, nbytes: int, base: memoryview | None) -> PlanesHeader:
+    def read(
+        cls,
+        codec: str,
+        magic: bytes,
+        stored: memoryview,
+        nbytes: int,
+        base: memoryview | None,
+        more: struct.Struct = _NO_MORE,
+    ) -> PlanesHeader:
         """Parse and hold against what the caller knows.
 
         Raises:
@@ -236,13 +247,13 @@ class PlanesHeader:
         if found[:3] == magic[:3] and found[3] > magic[3]:
             raise NewerFormatError(f"a piece is encoded with a later version of {codec!r}")
         good = found[:3] == magic[:3] and found[3] >= ord("1") and width in WIDTHS and moved <= 1 and zero == zero2 == 0
-        if not good or not 1 <= block_words <= BLOCK_WORDS:
+        if not good or not 1 <= block_words <= BLOCK_WORDS or stored.nbytes < HEADER_BYTES + more.size:
             raise damaged(codec, "its header makes no sense")
         if raw != nbytes:
             raise damaged(codec, f"it holds {raw} bytes where {nbytes} belong")
         if base is not None and (base.nbytes != nbytes or base_digest(base) != digest):
             raise damaged(codec, "it was made against another base")
-        return cls(found, width, bool(moved), raw, digest, block_words)
+        return cls(found, width, bool(moved), raw, digest, block_words, more.unpack_from(stored, HEADER_BYTES))
 
 
 def base_digest(base: memoryview) -> int:

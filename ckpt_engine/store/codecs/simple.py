@@ -1,27 +1,9 @@
-"""The codecs for bytes of any kind: unchanged (raw) or as one Zstandard frame (zstd)."""
+"""The codec for bytes of any kind: one Zstandard frame."""
 
 from __future__ import annotations
 
-from ckpt_engine.store.codecs.codec import Chunk, damaged
+from ckpt_engine.store.codecs.codec import Chunk
 from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, compress, decompress_into, sample
-
-
-class RawCodec:
-    """Stores bytes as they are."""
-
-    name = "raw"
-    needs_base = False
-
-    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> memoryview:  # noqa: ARG002
-        """`data` itself, not a copy."""
-        return data
-
-    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
-        """Copy."""
-        if stored.nbytes != out.nbytes:
-            raise damaged(self.name, f"{stored.nbytes} bytes stored where {out.nbytes} belong")
-        out.cast("B")[:] = stored.cast("B")
-
 
 _SETTINGS = {"compression_level": 1, "write_content_size": 1}
 

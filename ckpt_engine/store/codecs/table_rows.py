@@ -78,10 +78,8 @@ class RowsCodec:
             raise damaged(self.name, "the bytes it was made against are missing")
         stored, out, base = stored.cast("B"), out.cast("B"), base.cast("B")
         in_place = _address(out) == _address(base)
-        PlanesHeader.read(self.name, _ROWS_MAGIC, stored, out.nbytes, None if in_place else base)
-        if stored.nbytes < HEADER_BYTES + _MORE.size:
-            raise damaged(self.name, "it ends within its header")
-        row_nbytes, count, map_nbytes, kind = _MORE.unpack_from(stored, HEADER_BYTES)
+        header = PlanesHeader.read(self.name, _ROWS_MAGIC, stored, out.nbytes, None if in_place else base, _MORE)
+        row_nbytes, count, map_nbytes, kind = header.more
         if not 1 <= row_nbytes <= out.nbytes or kind not in (_RAW, _DELTA):
             raise damaged(self.name, "its header makes no sense")
         rest = stored[HEADER_BYTES + _MORE.size :]

@@ -29,6 +29,7 @@ from ckpt_engine.store.storage.disk import (
     Meter,
     MeteredDisk,
     closing_fd,
+    on_failure,
     open_regular,
     read_into,
     require_size,
@@ -143,11 +144,8 @@ class LocalStorage:
             with closing_fd(self._disk.open(temp)) as fd:
                 if not _lock(fd):
                     raise BlockingIOError(errno.EAGAIN, "another process is receiving or clearing it")
-                try:
+                with on_failure(partial(self._disk.remove, temp)):
                     reserve(fd, nbytes)
-                except OSError:
-                    self._disk.remove(temp)
-                    raise
                 fill(PartialFile(self._disk, fd, temp, has_begun=has_begun))
                 self._disk.sync(fd)
                 has_link = self._link(temp, path)

@@ -121,11 +121,12 @@ def test_sigterm_limits_a_draining_writer_to_the_job_at_hand(tmp_path: Path) -> 
     """Without its trainer the writer heeds SIGTERM: the job in flight becomes durable, queued ones are dropped."""
     gate = tmp_path / "gate"
     ends = run_trainer(tmp_path / "run", "die-behind-a-gate", str(gate), "3", "60")
-    while is_put_off(ends["writer"], signal.SIGTERM):
-        os.sched_yield()  # until it has noticed the trainer's end
+    deadline = time.monotonic() + WAIT_SECONDS
+    while is_put_off(ends["writer"], signal.SIGTERM) or not gate.with_suffix(".reached").exists():
+        assert time.monotonic() < deadline, "it has not noticed the trainer's end, or has begun no job"
+        time.sleep(0.005)
     os.kill(ends["writer"], signal.SIGTERM)
     # It has heeded that once the queued jobs, and with them their slots, are let go.
-    deadline = time.monotonic() + WAIT_SECONDS
     while sum("memfd:test-arena" in target for target in open_files(ends["writer"]).values()) > 1:
         assert time.monotonic() < deadline
         time.sleep(0.005)

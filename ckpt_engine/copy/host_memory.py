@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_engine.errors import CorruptError, StateError
 from ckpt_engine.observe.units import size
-from ckpt_engine.store.storage.disk import on_failure
+from ckpt_engine.undo import on_failure
 
 HUGE_BYTES = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE

@@ -50,8 +50,8 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.tree import TreePath
+from ckpt_engine.undo import on_failure
 
 _OPEN = frozenset({"dict", "odict", "mapping", "defaultdict", "counter"})
 """Kinds that DCP looks into; all others are values to it."""

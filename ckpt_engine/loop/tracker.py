@@ -40,7 +40,7 @@ from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
-from ckpt_engine.store.storage.disk import on_failure
+from ckpt_engine.undo import on_failure
 
 
 class Tracker(LoopProgress):

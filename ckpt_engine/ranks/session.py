@@ -25,8 +25,9 @@ from ckpt_engine.store.manifest import OWN_KEY, RANKS
 from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Folder
-from ckpt_engine.store.storage.disk import on_failure, translated
+from ckpt_engine.store.storage.disk import translated
 from ckpt_engine.store.storage.local import TEMP
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer.client import WriterClient
 
 START_SECONDS = 300.0

@@ -28,8 +28,8 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store import names as layout
 from ckpt_engine.store.storage.base import Folder
-from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.storage.retries import GrowingPauses
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, Server, connect
 
 LINES = 4

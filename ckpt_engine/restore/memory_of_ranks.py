@@ -33,7 +33,7 @@ from ckpt_engine.restore.memory import (
 )
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.manifest import Partial
-from ckpt_engine.store.storage.disk import on_failure
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.channel import Received, close_all
 from ckpt_engine.writer.parity import restore_chunk

@@ -30,7 +30,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, ReadOnlyStorage, Storage
-from ckpt_engine.store.storage.disk import on_failure
+from ckpt_engine.undo import on_failure
 
 
 class JointTiers:

@@ -20,8 +20,8 @@ from ckpt_engine.restore.shared_blocks import (
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.base import Capabilities, Storage, WrapperStorage
-from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.storage.retries import GrowingPauses
+from ckpt_engine.undo import on_failure
 
 WAIT_SECONDS = 30.0
 """How long a block that a neighbour fetches is waited for; from then on this rank reads alone."""

@@ -40,7 +40,7 @@ from ckpt_engine.snapshot.writer_link import (
 )
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
-from ckpt_engine.store.storage.disk import on_failure
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer.client import WriterClient, never
 from ckpt_engine.writer.pulse import HeartbeatPage
 

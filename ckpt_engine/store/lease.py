@@ -25,7 +25,8 @@ from ckpt_engine.store.object_lease import LeaseSlot, Timing, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.sealed_json import seal, stored
 from ckpt_engine.store.storage.base import Folder, Storage
-from ckpt_engine.store.storage.disk import on_failure, open_regular, translated, translating
+from ckpt_engine.store.storage.disk import open_regular, translated, translating
+from ckpt_engine.undo import on_failure
 
 RETRY_SECONDS = 0.1
 _TEXT_BYTES = 1023

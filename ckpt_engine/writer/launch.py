@@ -19,7 +19,7 @@ from ckpt_engine.copy.job import ErrorRecord, WriterConfig
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.lease_holder import LeaseHolder
-from ckpt_engine.store.storage.disk import on_failure
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer import channel, messages
 from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, pidfd_of, readable
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient

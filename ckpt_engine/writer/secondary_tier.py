@@ -48,8 +48,8 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, policy_from
 from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.storage.watchdog import ResponsivenessProbe, StuckCallRunner, WatchedSource
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer.attempts import copy_attempts
 from ckpt_engine.writer.commit_of_ranks import Gather
 from ckpt_engine.writer.copy_schedule import CopySchedule

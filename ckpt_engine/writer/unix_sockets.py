@@ -19,7 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ckpt_engine.store.storage.disk import closing_fd, on_failure
+from ckpt_engine.store.storage.disk import closing_fd
+from ckpt_engine.undo import on_failure
 
 _PLACES = ("/tmp", "/dev/shm")
 """Not what the environment names: who asks may have another one than who listens."""

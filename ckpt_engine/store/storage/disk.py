@@ -247,16 +247,6 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-@contextmanager
-def on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` if the block fails, whatever the reason."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
-
-
 def require_size(where: str, nbytes: int, most_bytes: int) -> None:
     """Refuse an object that is larger than the format allows.
 

@@ -29,7 +29,6 @@ from ckpt_engine.store.storage.disk import (
     Meter,
     MeteredDisk,
     closing_fd,
-    on_failure,
     open_regular,
     read_into,
     require_size,
@@ -38,6 +37,7 @@ from ckpt_engine.store.storage.disk import (
     write_blocks,
 )
 from ckpt_engine.store.storage.partial_file import PartialFile, reserve
+from ckpt_engine.undo import on_failure
 
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""

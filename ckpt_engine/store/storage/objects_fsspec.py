@@ -26,7 +26,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import names
 from ckpt_engine.store.storage import client_randomness, redaction
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
-from ckpt_engine.store.storage.disk import on_failure, require_size, translated
+from ckpt_engine.store.storage.disk import require_size, translated
 from ckpt_engine.store.storage.object_requests import (
     ObjectStore,
     OtherAnswerError,
@@ -35,6 +35,7 @@ from ckpt_engine.store.storage.object_requests import (
     require_stored,
 )
 from ckpt_engine.store.storage.retries import Backoff, is_hopeless
+from ckpt_engine.undo import on_failure
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a", "hf"})
 """Schemes of stores that show an object only when its upload is complete."""

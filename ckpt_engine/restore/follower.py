@@ -168,8 +168,7 @@ class _Follower:
         with said_if_slow(f"reading {candidate.info.id} from {candidate.sources[0].storage.url}"):
             entries = read_entries(sources, manifest, list(dict.fromkeys(nodes[name]["entry"] for name in wanted)))
         self._keep(manifest, {node["entry"] for node in nodes.values()}, entries)
-        copied = {name: one.clone() for name, one in entries.items()} if self._bases else entries
-        rebuilder = Rebuilder(copied, plain=True)
+        rebuilder = Rebuilder(entries, plain=True)
         tensors = {name: rebuilder.node(nodes[name], (name,)).detach() for name in wanted}
         found = {
             name: f"{one.dtype} {tuple(one.shape)} {digest(flat_bytes(one).data)}" for name, one in tensors.items()
@@ -184,7 +183,10 @@ class _Follower:
         data = {name: memoryview(flat_bytes(one)) for name, one in read.items()}  # type: ignore[arg-type]
         is_encoded = any(piece.codec != RAW for _, _, piece in pieces)
         self._bases = {
-            one: data[name][start : start + piece.raw_nbytes] if name in data else self._bases[one]
+            # A copy: a view would keep the whole entry, for as long as one of its pieces comes back.
+            one: self._bases[one]
+            if one in self._bases
+            else memoryview(bytearray(data[name][start : start + piece.raw_nbytes]))
             for name, start, piece in pieces
             if is_encoded and (one := piece.content_digest) and (name in data or one in self._bases)
         }

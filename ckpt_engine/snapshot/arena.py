@@ -210,12 +210,13 @@ class Slots:
         """Whether `take` would give a slot, and a warm one if there is a warm-up, which is hurried on then.
 
         Args:
-            cold: a slot that the warm-up has not come to will do.
+            cold: a slot that the warm-up has not come to will do, unless it is to be page-locked, which takes seconds.
         """
         self._collect_warm()
         if not self._free and self._warm_up is not None:
             self._warm_up.hurry()
-        return bool(self._free) or ((cold or self._warm_up is None) and len(self._busy) < self.count)
+        waits = self._warm_up is not None and (self._warm_up.devices or not cold)
+        return bool(self._free) or (not waits and len(self._busy) < self.count)
 
     def retain(self, index: int) -> None:
         """One more needs the content of a slot that was taken."""
@@ -343,7 +344,7 @@ class _WarmUp:
     def __init__(self, slots: list[SharedSlot], devices: Sequence[torch.device]) -> None:
         self.slots = list(slots)
         """Those that `take_done` and `give` have not handed out."""
-        self._devices = devices
+        self.devices = devices
         self.cpu_seconds = 0.0
         self._done: list[SharedSlot] = []
         self._made: list[SharedSlot] = []
@@ -376,7 +377,7 @@ class _WarmUp:
 
     def hurry(self) -> None:
         """A snapshot waits for the next slot: touch it at usual priority."""
-        if self._devices or not self.slots or self._hurried is self.slots[0]:
+        if self.devices or not self.slots or self._hurried is self.slots[0]:
             return
         self._hurried = self.slots[0]
         # Beside the thread that nearly starves: a priority once lowered cannot be raised without privileges.
@@ -423,8 +424,8 @@ class _WarmUp:
             try:
                 if not slot.prefault(lambda slot=slot: self._go_on(slot)):  # type: ignore[misc]
                     continue
-                if self._devices:  # what is wrong is said when the slot is taken
-                    slot.pinned.pin(self._devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
+                if self.devices:  # what is wrong is said when the slot is taken
+                    slot.pinned.pin(self.devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
             except (StateError, WaitTimeoutError) as err:
                 with self._changed:
                     self.error = err

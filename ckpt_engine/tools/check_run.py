@@ -302,8 +302,10 @@ def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, di
     places = (((one.file, one.offset, one.nbytes, one.digest), (name, one)) for name, one in stored_pieces(manifest))
     stored = grouped((manifest.files[one.file].name, _Stored(name, one)) for name, one in dict(places).values())
     whole: dict[str, dict[str, Entry]] = {}
+    # The header of a file that an older snapshot has written names empty arrays of that one.
+    own = [one.name for one in manifest.files if names.data_owner(one.name) == names.parse_id(manifest.info.id)]
     for entry_name, entry in manifest.entries.items():
-        if entry.is_plain and (entry.pieces or len(manifest.files) == 1):
+        if entry.is_plain and (entry.pieces or len(own) == len(manifest.files) == 1):
             file = manifest.files[entry.pieces[0].file if entry.pieces else 0]
             whole.setdefault(file.name, {})[entry_name] = entry
     return stored, whole

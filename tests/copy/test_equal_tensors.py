@@ -256,3 +256,13 @@ def test_a_rank_stores_the_equal_bytes_of_its_share_once(tmp_path: Path) -> None
     found = on_all(lambda rank: again[rank].load(), 2)
     assert all(same(found[rank]["own"], state_of(rank, "cde")["own"]) for rank in range(2))
     on_all(lambda rank: again[rank].close(), 2)
+
+
+def test_empty_tensors_that_have_other_names_now_are_no_damage(tmp_path: Path) -> None:
+    """Nothing is written then, and the header of the older file has the names of the older snapshot."""
+    weight, empty = torch.randn(1 << 19), torch.empty(0, 3)
+    with Checkpointer(tmp_path, writer="thread", keep={"last": 2}) as ckpt:
+        for step, state in enumerate(({"a": weight, "b": empty}, {"b": weight, "a": empty}, {"b": weight, "c": empty})):
+            assert ckpt.save(state, step=step).wait(60)
+    place = Repository(LocalStorage(tmp_path))
+    assert [Checker(place, lambda _: None).check(one.id).problems for one in place.ids()] == [(), ()]

@@ -219,3 +219,18 @@ def test_followers_that_are_killed_again_and_again(tmp_path: Path) -> None:
         lines += process.communicate(timeout=WAIT_SECONDS)[0].split()
     assert all(line.isdecimal() for line in lines) and len(lines) >= 3
     assert last.stdout.split() == ["30"]
+
+
+def test_what_is_kept_of_a_tensor_is_not_kept_alive_by_another_one(tmp_path: Path, heard: list[str]) -> None:  # noqa: F811
+    """A small tensor may have the bytes that a large one had once; the rest of the large one is let go."""
+    places = [following.Repository(following.storage_of(tier)) for tier in following.load_config(tmp_path).tiers]
+    follower, small = following._Follower(places, None, 0.01, float("inf")), dict[str, torch.Tensor]()
+    run = follower.changes()
+    with Checkpointer(tiers=[{"url": str(tmp_path), "codec": "delta"}]) as ckpt:
+        for step in range(1, 5):
+            large = torch.randn(10 << 20, generator=torch.Generator().manual_seed(step)).bfloat16()
+            small[f"best{step}"] = large[: 8 << 20].clone()
+            ckpt.save({"large": large, **small}, step=step).wait(WAIT_SECONDS)
+            assert next(run)[0] == step and heard == []
+            owners = {id(one.obj): memoryview(one.obj).nbytes for one in follower._bases.values()}
+            assert sum(owners.values()) == sum(one.nbytes for one in follower._bases.values())

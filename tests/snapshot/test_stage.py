@@ -184,6 +184,19 @@ def test_a_snapshot_that_is_taken_before_the_arena_is_ready_gets_a_cold_slot(mon
     assert first.is_cold
 
 
+def test_a_slot_that_is_to_be_page_locked_is_never_taken_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that locks it would meet the one that takes it."""
+    starve(monkeypatch, idle := threading.Event())
+    slots = Slots(2)
+    slots.warm_up(Planner(Flattener()).capture({"a": torch.zeros(8_000_000)}).plan)
+    assert slots._warm_up is not None and slots.ready(cold=True) and not slots.ready()
+    slots._warm_up.devices = (torch.device("cuda"),)
+    assert not slots.ready(cold=True)
+    slots._warm_up.devices = ()
+    idle.set()
+    slots.close()
+
+
 def test_a_cold_slot_is_filled_through_its_file_and_mapped_once_it_is_free() -> None:
     """Every copy into it, cold or warm, while its pages are being mapped or not, is the state of that instant."""
     planner, slots = Planner(Flattener()), Slots(1)

@@ -44,8 +44,8 @@ _OTHERS = (
 _SAME = (
     "use the arguments of the saved run, or data: continue for another batch size or accumulation; with another number "
     "of processes another per_device_train_batch_size or gradient_accumulation_steps, so that each step has as many "
-    "samples as before. transformers takes every epoch for a whole one: where one was ended early (should_epoch_stop) "
-    "only a snapshot from before that goes on"
+    "samples as before. transformers takes every epoch for a whole one: where one was ended early (should_epoch_stop), "
+    "only a snapshot that was taken before can be continued"
 )
 _SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
 

@@ -26,9 +26,9 @@ class Team(Crew):
         nbytes: of the state, about.
     """
 
-    def __init__(self, size: int, root: Path, nbytes: int) -> None:
+    def __init__(self, size: int, root: Path | str, nbytes: int) -> None:
         super().__init__(size, "benchmarks.team", [str(root), str(nbytes)])
-        self.root = root
+        self.root = Path(root)
         self._step = 0
         self.nbytes = int(self.all("ready")[0]["nbytes"])
 

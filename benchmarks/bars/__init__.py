@@ -28,6 +28,7 @@ NAMES = (
     "restore",
     "memory",
     "ranks",
+    "node",
     "incremental",
     "listing",
     "recorder",

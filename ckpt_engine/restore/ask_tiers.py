@@ -312,11 +312,15 @@ class Sources:
 
     Args:
         known: as for `Decoder`.
+        damaged: takes the names of data files that some storage does not give as they were written; None: nobody asks.
     """
 
-    def __init__(self, storages: Sequence[Storage], known: KnownBytes = MappingProxyType({})) -> None:
+    def __init__(
+        self, storages: Sequence[Storage], known: KnownBytes = MappingProxyType({}), damaged: set[str] | None = None
+    ) -> None:
         self._storages = list(storages)
         self.known = known
+        self._damaged = set[str]() if damaged is None else damaged
         self.repairs: list[Repair] = []
         self._dead: set[int] = set()
         first = self._storages[0]
@@ -342,6 +346,7 @@ class Sources:
                 try:
                     storage.get_into(name, start, out)
                 except CkptError as err:
+                    self._damaged.add(name)
                     first = first or _without_frames(err)
                     if not isinstance(err, FormatError | StorageMissingError):
                         self._dead.add(number)
@@ -380,6 +385,7 @@ class Sources:
                 if storage is not self._storages[0]:  # else it was damaged on the way only
                     self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
+            self._damaged.add(name)
         raise CorruptError(f"{entry!r}: {what}")
 
     def decoder(

@@ -95,6 +95,7 @@ class Loaded:
         own: where another number of ranks wrote it: what each of them had of its own, by component.
         unverified_bytes: read for DTensors from pieces of which little was needed: no digest is of these bytes.
         has_wrapped: some of its tensors are `Wrapped`.
+        damaged: data files that some place did not give as they were written.
         newest_seq: the highest number of all snapshots that were there when this one was chosen.
         lost_steps: steps that had begun after this snapshot when the trainer died; None where that is not known.
     """
@@ -114,6 +115,7 @@ class Loaded:
     unverified_bytes: int = 0
     newest_seq: int = 0
     has_wrapped: bool = False
+    damaged: frozenset[str] = frozenset()
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -175,7 +177,7 @@ def load(
 
     asks = into is not None or check is not None
     for candidate in candidates(where, search, step=step, check=fits if asks else None, only=only):
-        sources = Sources(list(map(attrgetter("storage"), candidate.sources)))
+        sources = Sources(list(map(attrgetter("storage"), candidate.sources)), damaged=search.damaged)
         try:
             if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
@@ -209,6 +211,7 @@ def load(
             unverified_bytes=unverified_bytes,
             newest_seq=search.newest_seq,
             has_wrapped=has_wrapped,
+            damaged=frozenset(search.damaged),
         )
     require_none(where, search, step)
     return None
@@ -409,6 +412,7 @@ class Restorer:
             found = self._first(step, partial(load, known=known, **how), partial(load_together, known=known, **how))
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
+                self._pipeline.damaged |= found.damaged
                 self.away = set(map(attrgetter("url"), found.away))
                 restarts = self._begins_elsewhere
                 fork = note_of_fork(found.place, found.manifest) if restarts else {}

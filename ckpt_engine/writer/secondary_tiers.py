@@ -227,8 +227,10 @@ class SecondaryTiers:
             replicator.start()
 
     def learn(self, line: Line, damaged: Sequence[str], seconds: float | None) -> None:
-        """What the trainer makes is of this line, these data files are damaged somewhere, and its cadence wants copies so
-        far apart; None: it does not know.
+        """What the trainer makes is of this line, and its cadence wants copies so far apart; None: it does not know.
+
+        Args:
+            damaged: data files that are not referred to.
         """
         for replicator in self._replicators:
             replicator.tier.line = line

@@ -52,7 +52,11 @@ def unlooked(manifest: Manifest) -> list[Piece]:
         (piece for name, entry in manifest.entries.items() if name != "w" for piece in entry.pieces),
         key=lambda piece: (piece.file, piece.offset),
     )
-    return [piece for number, piece in enumerate(pieces) if number not in {(manifest.info.seq + n) % FROZEN for n in range(4)}]
+    return [
+        piece
+        for number, piece in enumerate(pieces)
+        if number not in {(manifest.info.seq + n) % FROZEN for n in range(4)}
+    ]
 
 
 @pytest.mark.parametrize("codec", ["raw", "delta"])

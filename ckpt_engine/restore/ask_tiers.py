@@ -312,7 +312,7 @@ class Sources:
 
     Args:
         known: as for `Decoder`.
-        damaged: takes the names of data files that some storage does not give as they were written; None: nobody asks.
+        damaged: takes the names of data files that some storage does not give as they were written.
     """
 
     def __init__(

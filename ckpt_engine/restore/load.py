@@ -186,7 +186,7 @@ def load(
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
             place = candidate.sources[0].storage.url
-            line = partial(_reading, candidate.info.id, nbytes, place)
+            line = f"reading {candidate.info.id} ({units.size(nbytes)}) from {place}"
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
@@ -215,10 +215,6 @@ def load(
         )
     require_none(where, search, step)
     return None
-
-
-def _reading(snapshot: str, nbytes: int, place: str) -> str:
-    return f"reading {snapshot} ({units.size(nbytes)}) from {place}"
 
 
 def _read(
@@ -412,7 +408,7 @@ class Restorer:
             found = self._first(step, partial(load, known=known, **how), partial(load_together, known=known, **how))
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
-                self._pipeline.damaged |= found.damaged
+                self._pipeline.lineage.damaged |= found.damaged
                 self.away = set(map(attrgetter("url"), found.away))
                 restarts = self._begins_elsewhere
                 fork = note_of_fork(found.place, found.manifest) if restarts else {}

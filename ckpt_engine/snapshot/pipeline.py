@@ -107,8 +107,6 @@ class Pipeline:
         self._in_flight = InFlight(self.slots, self._newest, emit, tier, self._next_writer if session is None else None)
         self.failures = self._in_flight.failures
         self.lineage = Lineage(session)
-        self.damaged = frozenset[str]()
-        """Data files that a load has found damaged: no snapshot from here on refers to them."""
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
         self.behind = self._lost = self._said_pinning = False
@@ -294,7 +292,7 @@ class Pipeline:
             instant_monotonic=when[1],
             parent=self.lineage.parent,
             line=self.lineage.line(),
-            damaged=tuple(self.damaged),
+            damaged=tuple(self.lineage.damaged),
             pace=self.pace(),
             marks=marks,
             **took(),

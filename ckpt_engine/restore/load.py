@@ -185,8 +185,7 @@ def load(
             others = candidate.manifest.own_trees if manifest.world_size != size else {}
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
-            place = candidate.sources[0].storage.url
-            line = f"reading {candidate.info.id} ({units.size(nbytes)}) from {place}"
+            line = partial(_reading, candidate, nbytes)
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
@@ -203,7 +202,7 @@ def load(
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
             read_bytes=nbytes,
             seconds=time.perf_counter() - began,
-            place=place,
+            place=candidate.sources[0].storage.url,
             repairs=tuple(sources.repairs),
             away=search.missed(where),
             lost_steps=None if died_at is None else max(0, died_at - candidate.info.step),
@@ -215,6 +214,10 @@ def load(
         )
     require_none(where, search, step)
     return None
+
+
+def _reading(candidate: Candidate, nbytes: int) -> str:
+    return f"reading {candidate.info.id} ({units.size(nbytes)}) from {candidate.sources[0].storage.url}"
 
 
 def _read(
@@ -358,15 +361,14 @@ class Restorer:
         self._owner = owner
         self._memory = config.memory is not None
         self._attached: memory.MemoryStorage | None = None
-        self._mute = False
         self._listed: list[ListedOnce] = []
         """The further tiers since a snapshot was chosen: what loads it goes by the same listings."""
         self._known: dict[bytes, Manifest] = {}
         """The manifests that were read since then."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
-        self._begins_elsewhere = False
-        """What was found last is of another run."""
+        self._begins_elsewhere = self._mute = False
+        """What was found last is of another run; its writer does not answer."""
         self.changes, self.line_note = UNCHANGED, note_of(config.resume) if config.resume is not None else {}
         """Of the snapshot that was loaded last; and the note of each snapshot from here on."""
 
@@ -404,8 +406,8 @@ class Restorer:
             if self._session is not None:
                 self.attach()
             self._let_finish()
-            known = self._known
-            found = self._first(step, partial(load, known=known, **how), partial(load_together, known=known, **how))
+            how["known"] = self._known
+            found = self._first(step, partial(load, **how), partial(load_together, **how))
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
                 self._pipeline.lineage.damaged |= found.damaged

@@ -346,9 +346,9 @@ class Sources:
                 try:
                     storage.get_into(name, start, out)
                 except CkptError as err:
-                    self._damaged.add(name)
                     first = first or _without_frames(err)
                     if not isinstance(err, FormatError | StorageMissingError):
+                        self._damaged.add(name)  # plans see what is missing or too short
                         self._dead.add(number)
                     continue
                 if number and (first is not None or self._dead):

@@ -335,7 +335,7 @@ class FitResume(TrainerResume):
             why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"
             self.add([], [NotRestored("schedulers", why)])
         states, parts = checkpoint["optimizer_states"], run_state.FitParts(self._internals, self._trainer, self._module)
-        names = self._own["parameters"] or run_state.older_names(self._own.get("groups", []))
+        names = self._own["parameters"]
         divided, optimizers = sharded.is_sharded(self._trainer), parts.optimizers
         own = {key: names[key] for key in names.keys() & optimizers.keys()}
         grown = {key: one for key, one in own.items() if len(one) > len(optimizers[key].param_groups)}

@@ -364,14 +364,6 @@ def restore_groups(
     return regrouped
 
 
-def older_names(groups: list[list[list[str]]]) -> dict[str, list[list[str]]]:
-    """The names that snapshots of earlier versions have, where training had changed the groups."""
-    return {
-        f"optimizers[{number}]": [[f"{MODEL}.{name}" for name in names] for names in found]
-        for number, found in enumerate(groups)
-    }
-
-
 class BoundaryKind(StrEnum):
     """What kind of instant a snapshot shows. Stored in snapshots: the values never change."""
 

@@ -114,6 +114,7 @@ class PersistJob:
         common: where nodes have roots of their own: the newest snapshot that all of them are known to have.
         lacked: newer ones that some node is known to lack for good, as far as earlier jobs have not said so.
         line: of history, that of the trainer: retention is about the snapshots of this line.
+        damaged: data files that are known not to have the bytes that were written, at some place.
         pace: of the trainer's cadence, as `Cadence.pace`; empty: nothing is decided.
         marks: of `Layout.groups`, in their order.
     """
@@ -135,6 +136,7 @@ class PersistJob:
     common: str | None = None
     lacked: tuple[str, ...] = ()
     line: Line = UNNAMED
+    damaged: tuple[str, ...] = ()
     pace: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[GroupMark, ...] = ()
 

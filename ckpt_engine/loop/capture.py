@@ -61,8 +61,6 @@ _COMMON = "ckpt_engine: as on rank 0"
 """Stands for a value that is left out: alone, before its digest, or in a dict as the key of those digests."""
 _ABSENT: Any = object()
 _DENSE = (torch.Tensor, torch.nn.Parameter)
-_SAMPLE = "ckpt_engine: a sample of what is alike"
-"""What earlier versions have stored in the place of `store.replicas`."""
 _NOT_ALIKE = "it differed over the ranks, as within local SGD, and each rank wrote a part of it: this is a mixture"
 DERIVE = "derive"
 STRICT = "strict"
@@ -297,7 +295,6 @@ def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> tuple[dict[str,
 
 def merged(state: dict[str, Any], own: Mapping[str, Any]) -> list[NotRestored]:
     """Put this rank's values into the state as it was read; returns those that are others' although they were not."""
-    own = {key: value for key, value in own.items() if key != _SAMPLE}
     missing: list[NotRestored] = []
     if own:
         _merge(own, state, "", missing)

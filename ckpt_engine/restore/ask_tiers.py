@@ -312,11 +312,15 @@ class Sources:
 
     Args:
         known: as for `Decoder`.
+        damaged: takes the names of data files that some storage does not give as they were written.
     """
 
-    def __init__(self, storages: Sequence[Storage], known: KnownBytes = MappingProxyType({})) -> None:
+    def __init__(
+        self, storages: Sequence[Storage], known: KnownBytes = MappingProxyType({}), damaged: set[str] | None = None
+    ) -> None:
         self._storages = list(storages)
         self.known = known
+        self._damaged = set[str]() if damaged is None else damaged
         self.repairs: list[Repair] = []
         self._dead: set[int] = set()
         first = self._storages[0]
@@ -344,6 +348,7 @@ class Sources:
                 except CkptError as err:
                     first = first or _without_frames(err)
                     if not isinstance(err, FormatError | StorageMissingError):
+                        self._damaged.add(name)  # plans see what is missing or too short
                         self._dead.add(number)
                     continue
                 if number and (first is not None or self._dead):
@@ -380,6 +385,7 @@ class Sources:
                 if storage is not self._storages[0]:  # else it was damaged on the way only
                     self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
+            self._damaged.add(name)
         raise CorruptError(f"{entry!r}: {what}")
 
     def decoder(

@@ -74,6 +74,8 @@ class SearchLog:
     away: list[UnreachableTier] = field(default_factory=list)
     newest_seq: int = 0
     """The highest number of all snapshots that were there, usable or not."""
+    damaged: set[str] = field(default_factory=set)
+    """Data files that some place does not give as they were written."""
 
     def missed(self, where: Sequence[Repository]) -> tuple[UnreachableTier, ...]:
         """The places that are away. Some nodes that do not answer are only found out about when they are asked."""

@@ -95,6 +95,7 @@ class Loaded:
         own: where another number of ranks wrote it: what each of them had of its own, by component.
         unverified_bytes: read for DTensors from pieces of which little was needed: no digest is of these bytes.
         has_wrapped: some of its tensors are `Wrapped`.
+        damaged: data files that some place did not give as they were written.
         newest_seq: the highest number of all snapshots that were there when this one was chosen.
         lost_steps: steps that had begun after this snapshot when the trainer died; None where that is not known.
     """
@@ -114,6 +115,7 @@ class Loaded:
     unverified_bytes: int = 0
     newest_seq: int = 0
     has_wrapped: bool = False
+    damaged: frozenset[str] = frozenset()
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -175,7 +177,7 @@ def load(
 
     asks = into is not None or check is not None
     for candidate in candidates(where, search, step=step, check=fits if asks else None, only=only):
-        sources = Sources(list(map(attrgetter("storage"), candidate.sources)))
+        sources = Sources(list(map(attrgetter("storage"), candidate.sources)), damaged=search.damaged)
         try:
             if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
@@ -183,8 +185,7 @@ def load(
             others = candidate.manifest.own_trees if manifest.world_size != size else {}
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
-            place = candidate.sources[0].storage.url
-            line = partial(_reading, candidate.info.id, nbytes, place)
+            line = partial(_reading, candidate, nbytes)
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
@@ -201,7 +202,7 @@ def load(
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
             read_bytes=nbytes,
             seconds=time.perf_counter() - began,
-            place=place,
+            place=candidate.sources[0].storage.url,
             repairs=tuple(sources.repairs),
             away=search.missed(where),
             lost_steps=None if died_at is None else max(0, died_at - candidate.info.step),
@@ -209,13 +210,14 @@ def load(
             unverified_bytes=unverified_bytes,
             newest_seq=search.newest_seq,
             has_wrapped=has_wrapped,
+            damaged=frozenset(search.damaged),
         )
     require_none(where, search, step)
     return None
 
 
-def _reading(snapshot: str, nbytes: int, place: str) -> str:
-    return f"reading {snapshot} ({units.size(nbytes)}) from {place}"
+def _reading(candidate: Candidate, nbytes: int) -> str:
+    return f"reading {candidate.info.id} ({units.size(nbytes)}) from {candidate.sources[0].storage.url}"
 
 
 def _read(
@@ -359,15 +361,14 @@ class Restorer:
         self._owner = owner
         self._memory = config.memory is not None
         self._attached: memory.MemoryStorage | None = None
-        self._mute = False
         self._listed: list[ListedOnce] = []
         """The further tiers since a snapshot was chosen: what loads it goes by the same listings."""
         self._known: dict[bytes, Manifest] = {}
         """The manifests that were read since then."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
-        self._begins_elsewhere = False
-        """What was found last is of another run."""
+        self._begins_elsewhere = self._mute = False
+        """What was found last is of another run; its writer does not answer."""
         self.changes, self.line_note = UNCHANGED, note_of(config.resume) if config.resume is not None else {}
         """Of the snapshot that was loaded last; and the note of each snapshot from here on."""
 
@@ -405,10 +406,11 @@ class Restorer:
             if self._session is not None:
                 self.attach()
             self._let_finish()
-            known = self._known
-            found = self._first(step, partial(load, known=known, **how), partial(load_together, known=known, **how))
+            how["known"] = self._known
+            found = self._first(step, partial(load, **how), partial(load_together, **how))
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
+                self._pipeline.lineage.damaged |= found.damaged
                 self.away = set(map(attrgetter("url"), found.away))
                 restarts = self._begins_elsewhere
                 fork = note_of_fork(found.place, found.manifest) if restarts else {}

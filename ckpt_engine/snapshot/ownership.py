@@ -210,6 +210,8 @@ class Lineage:
         self._how = "call load() before the first save()"
         self._unsaid: History | None = None
         self._found: History | None = None
+        self.damaged = frozenset[str]()
+        """Data files that a load has found damaged: no snapshot from here on refers to them."""
 
     @property
     def parent(self) -> str | None:

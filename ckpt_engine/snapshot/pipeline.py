@@ -292,6 +292,7 @@ class Pipeline:
             instant_monotonic=when[1],
             parent=self.lineage.parent,
             line=self.lineage.line(),
+            damaged=tuple(self.lineage.damaged),
             pace=self.pace(),
             marks=marks,
             **took(),

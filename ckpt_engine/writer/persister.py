@@ -390,11 +390,11 @@ class Persister:
         return True
 
     def _learn(self, job: PersistJob) -> None:
-        self._primary.learn(job.line, job.common, job.lacked)
+        self._primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
-            self._secondary.learn(job.line, job.pace.get("far_seconds"))
+            self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
 
     def _committed(self, snapshot: str) -> None:
         self.rows.committed()

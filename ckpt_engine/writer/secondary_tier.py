@@ -104,6 +104,8 @@ class SecondaryTier:
 
     run: RunText
     line: Line | None = None
+    damaged: Sequence[str] = ()
+    """Data files that are not referred to."""
 
     def __init__(
         self,
@@ -170,6 +172,7 @@ class SecondaryTier:
     def _copy_newest(self) -> bool:
         self.direct.refuse_if_stuck()
         repository, lease = self._open()
+        repository.damaged.update(self.damaged)
         self.copies.progress.moved(LEASE_SECONDS)
         lease.check()
         infos = repository.list()

@@ -226,10 +226,15 @@ class SecondaryTiers:
         for replicator in self._replicators:
             replicator.start()
 
-    def learn(self, line: Line, seconds: float | None) -> None:
-        """What the trainer makes is of this line, and its cadence wants copies so far apart; None: it does not know."""
+    def learn(self, line: Line, damaged: Sequence[str], seconds: float | None) -> None:
+        """What the trainer makes is of this line, and its cadence wants copies so far apart; None: it does not know.
+
+        Args:
+            damaged: data files that are not referred to.
+        """
         for replicator in self._replicators:
             replicator.tier.line = line
+            replicator.tier.damaged = damaged
             replicator.tier.keep_pace(seconds)
 
     def committed(self, snapshot: str) -> None:

@@ -8,12 +8,13 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from ckpt_engine.copy import fresh_pages
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.state.layout import AddressRun, CapturedState
 
@@ -40,12 +41,14 @@ class SlotMemory:
         cold: most of its pages are not there yet. Writing to its file makes the pages and fills them in one go: no page
             fault, no page that is cleared first.
         runs: views of the arrays of those runs that have their forms.
+        writes: the kernel lets one thread write to a file at a time: others that fill a cold slot use its mapping.
     """
 
     fd: int
     address: int
     cold: bool
     runs: Mapping[AddressRun, list[torch.Tensor]]
+    writes: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, target: int, source: int, nbytes: int) -> None:
         """Copy to an address in it through its file; without the GIL.
@@ -70,11 +73,16 @@ class _Move:
     slot: SlotMemory
 
     def run(self) -> None:
+        target, source = self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start
         if self.slot.cold:
-            self.slot.write(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
-            return
+            if self.slot.writes.acquire(blocking=False):
+                try:
+                    return self.slot.write(target, source, self.nbytes)
+                finally:
+                    self.slot.writes.release()
+            fresh_pages.populate(target, self.nbytes)
         # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
-        ctypes.memmove(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
+        ctypes.memmove(target, source, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

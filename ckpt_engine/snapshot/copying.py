@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.copy import fresh_pages
+from ckpt_engine.copy.host_memory import HUGE_BYTES
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.state.layout import AddressRun, CapturedState
 
@@ -80,9 +81,14 @@ class _Move:
                     return self.slot.write(target, source, self.nbytes)
                 finally:
                     self.slot.writes.release()
-            fresh_pages.populate(target, self.nbytes)
-        # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
-        ctypes.memmove(target, source, self.nbytes)
+        # Step by step: meanwhile no other thread of the process can map memory, and one may be starting the writer.
+        step = HUGE_BYTES if self.slot.cold else self.nbytes
+        for at in range(0, self.nbytes, step):
+            nbytes = min(step, self.nbytes - at)
+            if self.slot.cold:
+                fresh_pages.populate(target + at, nbytes)
+            # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
+            ctypes.memmove(target + at, source + at, nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,8 +319,7 @@ class Staged:
 
     def manifest(self, run: str, digests: Sequence[str] | None) -> Manifest:
         """Its manifest in `run`, where it is the image as it is, given the digests of all pieces; None: any will do."""
-        job, cut_layout = self.job, self.cut_layout
-        sizes = cut_layout.entry_bytes
+        job, cut_layout, sizes = self.job, self.cut_layout, self.cut_layout.entry_bytes
         info = SnapshotInfo(
             id=self.snapshot,
             seq=names.seq_of(self.snapshot),

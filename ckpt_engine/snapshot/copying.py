@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from ckpt_engine.copy import fresh_pages
-from ckpt_engine.copy.host_memory import HUGE_BYTES
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.state.layout import AddressRun, CapturedState
 
 CHUNK_BYTES = 16 << 20
+COLD_CHUNK_BYTES = 4 << 20
+"""Touched at once: meanwhile no thread of the process can map memory, and one may be starting the writer."""
 SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
 _GROUP = 512
 FENCE_TIMEOUT_SECONDS = 600.0
@@ -81,14 +82,9 @@ class _Move:
                     return self.slot.write(target, source, self.nbytes)
                 finally:
                     self.slot.writes.release()
-        # Step by step: meanwhile no other thread of the process can map memory, and one may be starting the writer.
-        step = HUGE_BYTES if self.slot.cold else self.nbytes
-        for at in range(0, self.nbytes, step):
-            nbytes = min(step, self.nbytes - at)
-            if self.slot.cold:
-                fresh_pages.populate(target + at, nbytes)
-            # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
-            ctypes.memmove(target + at, source + at, nbytes)
+            fresh_pages.populate(target, self.nbytes)
+        # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
+        ctypes.memmove(target, source, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +246,8 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemor
 
 def chunks_of(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> list[_Move]:
     """The copy of a tensor, chunk by chunk."""
-    nbytes = view.numel() * view.element_size()
-    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
+    nbytes, most = view.numel() * view.element_size(), COLD_CHUNK_BYTES if slot.cold else CHUNK_BYTES
+    return [_Move(view, tensor, at, min(most, nbytes - at), slot) for at in range(0, nbytes, most)]
 
 
 def is_movable(tensor: torch.Tensor) -> bool:

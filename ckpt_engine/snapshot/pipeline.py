@@ -245,11 +245,13 @@ class Pipeline:
         slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
         if self.slots.pin_problem is not None and not self._said_pinning:
             self._said_pinning = True
-            text = (
-                f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for the "
-                "copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
+            self._emit(
+                Notice(
+                    "WARNING",
+                    f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for the "
+                    "copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer `slots`",
+                )
             )
-            self._emit(Notice("WARNING", text))
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
@@ -258,8 +260,7 @@ class Pipeline:
         staging: Staging | None = None
         try:
             staging = self._ready_to_stage(wanted, capture, slot, handle, took, when)
-            with self.slots.undisturbed():
-                staging.begin(self._copier)
+            staging.begin(self._copier)
         except BaseException:
             # Else a device still writes into the slot, and the error is reported then.
             if staging is None or staging.complete:

@@ -76,15 +76,16 @@ class _Move:
 
     def run(self) -> None:
         target, source = self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start
-        if self.slot.cold:
-            if self.slot.writes.acquire(blocking=False):
-                try:
-                    return self.slot.write(target, source, self.nbytes)
-                finally:
-                    self.slot.writes.release()
-            fresh_pages.populate(target, self.nbytes)
-        # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
-        ctypes.memmove(target, source, self.nbytes)
+        if self.slot.cold and self.slot.writes.acquire(blocking=False):
+            try:
+                self.slot.write(target, source, self.nbytes)
+            finally:
+                self.slot.writes.release()
+        else:
+            if self.slot.cold:
+                fresh_pages.populate(target, self.nbytes)
+            # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
+            ctypes.memmove(target, source, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,8 +248,9 @@ class Pipeline:
             self._emit(
                 Notice(
                     "WARNING",
-                    f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for the "
-                    "copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer `slots`",
+                    f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for "
+                    "the copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer "
+                    "`slots`",
                 )
             )
         if slot is None:

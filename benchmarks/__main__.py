@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import datetime
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from benchmarks.table import print_bar, print_summary
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
+PACKAGES = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
 PAGES = {
     ROOT.parent / "docs" / "benchmarks.md": bars.NAMES,
     ROOT.parent / "docs" / "studies.md": bars.STUDIES,
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale = Scale.QUICK if options.quick else Scale.FULL
     console = Console(stderr=False)
     options.folder.mkdir(parents=True, exist_ok=True)
+    for package in PACKAGES:  # as an installer leaves them, whatever PYTHONDONTWRITEBYTECODE says here
+        compileall.compile_dir(ROOT.parent / package, quiet=1)
     machine = describe(options.folder)
     record = Record(machine, {})
     for key, value in machine.items():

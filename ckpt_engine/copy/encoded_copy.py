@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -32,12 +32,12 @@ from ckpt_engine.copy.write_plan import (
     plan,
     plan_alone,
 )
-from ckpt_engine.copy.write_snapshot import RawContents, Staged
+from ckpt_engine.copy.write_snapshot import CutLayout, RawContents, Staged
 from ckpt_engine.errors import FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, decoder_of
-from ckpt_engine.store.manifest import DataFile, Manifest, Piece
+from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.watchdog import CallProgress, GuardedReader
 
@@ -301,13 +301,13 @@ class DedupBaseline:
         """Whether few rows of an entry seem to have changed, as far as a few rows of one piece tell."""
         for _, new, old in paired(manifest.entries[name], self._older[0].entries.get(name)):
             if new.content_digest != old.content_digest:
-                return self._in_few_rows(name, manifest, new, old, self._older[0], image)
+                return self._in_few_rows(name, manifest.entries[name], new, old, self._older[0], image)
         return False
 
     def _in_few_rows(
-        self, name: str, manifest: Manifest, piece: Piece, old: Piece, before: Manifest, image: memoryview
+        self, name: str, entry: Entry, piece: Piece, old: Piece, before: Manifest, image: memoryview
     ) -> bool:
-        aside, chunk = self._rows_from, in_rows(name, manifest.entries[name], piece)
+        aside, chunk = self._rows_from, in_rows(name, entry, piece)
         if aside is None or chunk is None or old.group:
             return False
         if old.base is not None:
@@ -329,13 +329,12 @@ class DedupBaseline:
     def _is_promising(self, staged: Staged) -> bool:
         if self._expects or staged.digests.known is not None or staged.cut_layout.nbytes <= SMALL_BYTES:
             return True
-        manifest = staged.manifest(self._repository.run_id, staged.cut_layout.blank_digests())
         with staged.slot.image(staged.nbytes) as image:
-            return _seems_to_repeat(manifest, image) or self._samples_are_there(manifest, image)
+            return _seems_to_repeat(staged.cut_layout, image) or self._samples_are_there(staged.cut_layout.blank, image)
 
-    def _samples_are_there(self, manifest: Manifest, image: memoryview) -> bool:
+    def _samples_are_there(self, entries: Mapping[str, Entry], image: memoryview) -> bool:
         """Whether one of a few pieces is unchanged, or has changed in few rows."""
-        pieces = [(piece.offset, name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
+        pieces = [(piece.offset, name, piece) for name, entry in entries.items() for piece in entry.pieces]
         known = set[str]().union(*map(contents_of, self._older))
         for number in range(SAMPLES if self._older else 0):
             # Evenly over the bytes: it is bytes that are to be spared.
@@ -344,16 +343,16 @@ class DedupBaseline:
             with image[piece.offset : piece.offset + piece.nbytes] as part:
                 if digest(part) in known:
                     return True
-            pairs = paired(manifest.entries[name], self._older[0].entries.get(name))
+            pairs = paired(entries[name], self._older[0].entries.get(name))
             old = next((old for _, new, old in pairs if new is piece), None)
-            if old is not None and self._in_few_rows(name, manifest, piece, old, self._older[0], image):
+            if old is not None and self._in_few_rows(name, entries[name], piece, old, self._older[0], image):
                 return True
         return False
 
 
-def _seems_to_repeat(manifest: Manifest, image: memoryview) -> bool:
+def _seems_to_repeat(cut_layout: CutLayout, image: memoryview) -> bool:
     """Whether entries that are worth it seem to have the same bytes, as far as a few bytes of each tell."""
-    first = [(entry.nbytes, entry.pieces[0].offset) for entry in manifest.entries.values() if entry.pieces]
+    first = [(entry.nbytes, entry.pieces[0].offset) for entry in cut_layout.blank.values() if entry.pieces]
     glances = {(size, bytes(image[at : at + size : max(1, size // (4 * SAMPLES))])): size for size, at in first}
-    spared, bounds = manifest.info.nbytes - sum(glances.values()), write_plan.PLAIN
-    return spared >= max(bounds.least_bytes, bounds.least_share * manifest.info.nbytes)
+    spared, bounds = cut_layout.nbytes - sum(glances.values()), write_plan.PLAIN
+    return spared >= max(bounds.least_bytes, bounds.least_share * cut_layout.nbytes)

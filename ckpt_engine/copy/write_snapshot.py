@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from ckpt_engine.copy.host_memory import shared_bytes
@@ -143,7 +144,7 @@ def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: in
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CutLayout:
     """A layout with its pieces, worked out once for all snapshots that use it.
 
@@ -174,9 +175,10 @@ class CutLayout:
         extents = tuple(cut(entry, least_bytes) for entry in layout.entries)
         return cls(layout, extents, sum(sizes.values()), sizes)
 
-    def blank_digests(self) -> list[str]:
-        """As many digests as there are pieces, and as long, of nothing."""
-        return [digest(b"")] * sum(map(len, self.extents))
+    @cached_property
+    def blank(self) -> dict[str, Entry]:
+        """The manifest's entries as they will be, with digests of nothing."""
+        return self.entries([digest(b"")] * sum(map(len, self.extents)))
 
     def entries(self, digests: Sequence[str]) -> dict[str, Entry]:
         """The manifest's entries, given the digests of all pieces in order."""
@@ -315,10 +317,9 @@ class Staged:
         """Bytes of its data file."""
         return self.cut_layout.layout.nbytes
 
-    def manifest(self, run: str, digests: Sequence[str]) -> Manifest:
-        """Its manifest in `run`, where it is the image as it is, given the digests of all pieces."""
-        job, cut_layout = self.job, self.cut_layout
-        sizes = cut_layout.entry_bytes
+    def manifest(self, run: str, digests: Sequence[str] | None) -> Manifest:
+        """Its manifest in `run`, where it is the image as it is, given the digests of all pieces; None: any will do."""
+        job, cut_layout, sizes = self.job, self.cut_layout, self.cut_layout.entry_bytes
         info = SnapshotInfo(
             id=self.snapshot,
             seq=names.seq_of(self.snapshot),
@@ -338,7 +339,7 @@ class Staged:
             world={"size": 1},
             software=job.software,
             files=(self.data,),
-            entries=cut_layout.entries(digests),
+            entries=cut_layout.blank if digests is None else cut_layout.entries(digests),
             tree={key: skeleton.fill(job.values.get(key, [])) for key, skeleton in self.skeletons.items()},
             notes=job.notes,
         )
@@ -408,8 +409,7 @@ class RawContents:
 
     def manifest(self) -> Manifest:
         """As it will be; the digests may be any until they are known."""
-        staged = self.staged
-        return staged.manifest(self.repository.run_id, staged.digests.known or staged.cut_layout.blank_digests())
+        return self.staged.manifest(self.repository.run_id, self.staged.digests.known)
 
     def put(self, image: memoryview, _progress: CallProgress) -> Manifest:
         """Store the data files, durably; the manifest of what is stored."""

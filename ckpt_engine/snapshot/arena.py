@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -276,10 +276,6 @@ class Slots:
         if made:
             self._warm_up = _WarmUp(made, plan.devices)
 
-    def undisturbed(self) -> AbstractContextManager[None]:
-        """While the `with` block runs, the warm-up leaves memory bandwidth and cores alone."""
-        return nullcontext() if self._warm_up is None else self._warm_up.paused()
-
     def known(self) -> list[SharedSlot]:
         """All slots that exist, for a writer that is started again."""
         return [*self._free, *self._busy.values(), *(self._warm_up.slots if self._warm_up else [])]
@@ -330,7 +326,7 @@ class Slots:
             return
         self._free.extend(warm.take_done())
         if not warm.slots:
-            warm.let_go()  # all were hurried, and its own thread may starve for long
+            warm.stopped = True  # all were hurried, and its own thread may starve for long
         if warm.finished or not warm.slots:
             self._touched_seconds += warm.cpu_seconds
             self._warm_up = None
@@ -348,9 +344,9 @@ class _WarmUp:
         self.cpu_seconds = 0.0
         self._done: list[SharedSlot] = []
         self._made: list[SharedSlot] = []
-        self._changed = threading.Condition()
-        self._paused = False
-        self._stopped = False
+        self._lock = threading.Lock()
+        self.stopped = False
+        """Its threads end as soon as they see it."""
         self._hurried: SharedSlot | None = None
         self.error: CkptError | None = None
         self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
@@ -361,7 +357,7 @@ class _WarmUp:
         return not self._thread.is_alive() and not self._done
 
     def take_done(self) -> list[SharedSlot]:
-        with self._changed:
+        with self._lock:
             done, self._done = self._done, []
             for slot in done:
                 self.slots.remove(slot)
@@ -369,7 +365,7 @@ class _WarmUp:
 
     def give(self) -> SharedSlot | None:
         """One that is not ready, for a snapshot that is taken now: it is not touched any more."""
-        with self._changed:
+        with self._lock:
             slot = next((one for one in self.slots if one not in self._made), None)
             if slot is not None:
                 self.slots.remove(slot)
@@ -390,30 +386,13 @@ class _WarmUp:
 
     def _add(self, slot: SharedSlot) -> None:
         """It can be used; said by whichever thread has touched all of it first."""
-        with self._changed:
+        with self._lock:
             if slot in self.slots and slot not in self._made:
                 self._made.append(slot)
                 self._done.append(slot)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Its threads wait for the end of the `with` block."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._paused = False
-                self._changed.notify_all()
-
-    def let_go(self) -> None:
-        """Its threads end by themselves."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
     def stop(self) -> None:
-        self.let_go()
+        self.stopped = True
         self._thread.join(PREFAULT_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             raise WaitTimeoutError("the arena's background thread did not stop")
@@ -427,18 +406,17 @@ class _WarmUp:
                 if self.devices:  # what is wrong is said when the slot is taken
                     slot.pinned.pin(self.devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
             except (StateError, WaitTimeoutError) as err:
-                with self._changed:
+                with self._lock:
                     self.error = err
                 return
             self._add(slot)
 
     def _go_on(self, slot: SharedSlot) -> bool:
-        """Wait while a snapshot is being copied; False when this slot is no longer to be made ready."""
+        """False when this slot is no longer to be made ready."""
         if threading.current_thread() is self._thread:
             self.cpu_seconds = time.thread_time()
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._paused, PREFAULT_TIMEOUT_SECONDS)
-            return not self._stopped and slot in self.slots
+        with self._lock:
+            return not self.stopped and slot in self.slots
 
 
 def _give_way() -> None:

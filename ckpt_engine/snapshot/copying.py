@@ -8,16 +8,19 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from ckpt_engine.copy import fresh_pages
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.state.layout import AddressRun, CapturedState
 
 CHUNK_BYTES = 16 << 20
+COLD_CHUNK_BYTES = 4 << 20
+"""Touched at once: meanwhile no thread of the process can map memory, and one may be starting the writer."""
 SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
 _GROUP = 512
 FENCE_TIMEOUT_SECONDS = 600.0
@@ -40,12 +43,14 @@ class SlotMemory:
         cold: most of its pages are not there yet. Writing to its file makes the pages and fills them in one go: no page
             fault, no page that is cleared first.
         runs: views of the arrays of those runs that have their forms.
+        writes: the kernel lets one thread write to a file at a time: others that fill a cold slot use its mapping.
     """
 
     fd: int
     address: int
     cold: bool
     runs: Mapping[AddressRun, list[torch.Tensor]]
+    writes: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, target: int, source: int, nbytes: int) -> None:
         """Copy to an address in it through its file; without the GIL.
@@ -70,11 +75,17 @@ class _Move:
     slot: SlotMemory
 
     def run(self) -> None:
-        if self.slot.cold:
-            self.slot.write(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
-            return
-        # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
-        ctypes.memmove(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
+        target, source = self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start
+        if self.slot.cold and self.slot.writes.acquire(blocking=False):
+            try:
+                self.slot.write(target, source, self.nbytes)
+            finally:
+                self.slot.writes.release()
+        else:
+            if self.slot.cold:
+                fresh_pages.populate(target, self.nbytes)
+            # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
+            ctypes.memmove(target, source, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +247,8 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemor
 
 def chunks_of(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> list[_Move]:
     """The copy of a tensor, chunk by chunk."""
-    nbytes = view.numel() * view.element_size()
-    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
+    nbytes, most = view.numel() * view.element_size(), COLD_CHUNK_BYTES if slot.cold else CHUNK_BYTES
+    return [_Move(view, tensor, at, min(most, nbytes - at), slot) for at in range(0, nbytes, most)]
 
 
 def is_movable(tensor: torch.Tensor) -> bool:

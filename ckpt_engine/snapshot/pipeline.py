@@ -111,11 +111,14 @@ class Pipeline:
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
         self.behind = self._lost = self._said_pinning = False
 
-    def start(self) -> None:
+    def start(self, *, waits: bool = True) -> None:
         """Start the writer and take the run's lease, unless that is done.
 
         `behind` another writer it is only waited for shortly: snapshots are skipped as busy until it has started, and
         what goes wrong is raised by the first call after that. After a writer was lost the next one is not waited for.
+
+        Args:
+            waits: False: the caller waits for it, see `Handover.refusal`.
 
         Raises:
             LeaseHeldError, StorageError, WriterError, StateError
@@ -133,7 +136,9 @@ class Pipeline:
         if self.behind and self._starting is None:
             self._starting = Coming(self._open_writer, self.memory)
             self._starting.wait(BEHIND_SECONDS)
-        if not self._still_starting:
+        if self._starting is None and not waits:
+            self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
+        elif not self._still_starting:
             self._adopt()
 
     def _adopt(self) -> None:
@@ -228,7 +233,9 @@ class Pipeline:
         self.poll()
         capture = self._planner.capture(state, None if self._torn else wanted.lazy)
         self._fit(slot_bytes(capture.plan))
-        self.start()
+        # The first writer of a run starts while the first snapshot is copied.
+        copies_first = not (self.started or self._lost or self.memory or capture.plan.devices or self.lineage.parent)
+        self.start(waits=not copies_first)
         if self._writer is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
@@ -238,11 +245,14 @@ class Pipeline:
         slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
         if self.slots.pin_problem is not None and not self._said_pinning:
             self._said_pinning = True
-            text = (
-                f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for the "
-                "copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
+            self._emit(
+                Notice(
+                    "WARNING",
+                    f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for "
+                    "the copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer "
+                    "`slots`",
+                )
             )
-            self._emit(Notice("WARNING", text))
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
@@ -251,14 +261,20 @@ class Pipeline:
         staging: Staging | None = None
         try:
             staging = self._ready_to_stage(wanted, capture, slot, handle, took, when)
-            with self.slots.undisturbed():
-                staging.begin(self._copier)
+            staging.begin(self._copier)
         except BaseException:
             # Else a device still writes into the slot, and the error is reported then.
             if staging is None or staging.complete:
                 self._in_flight.drop(self._jobs)
                 self.slots.discard(slot.index)
             raise
+        if copies_first:
+            if (refused := self._writer.refusal()) is not None:
+                self._writer = None
+                self._in_flight.drop(self._jobs)
+                self.slots.discard(slot.index)
+                raise refused
+            self.poll()
         if not staging.complete:
             self._staging = staging
         handle.stall_seconds = time.perf_counter() - began

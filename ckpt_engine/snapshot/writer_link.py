@@ -124,6 +124,10 @@ class Handover:
         messages, self._messages = self._messages, []
         return [*messages, *(self.client.poll() if self.client is not None else ())]
 
+    def refusal(self) -> BaseException | None:
+        """Why it cannot start, once that is known; None: it has started."""
+        return None if self._coming is None else self._coming.exception()
+
     @property
     def flushed(self) -> bool:
         """As of a client; one that is coming has got nothing yet."""

@@ -7,15 +7,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.errors import StateError
+from ckpt_engine.engine import Engine
+from ckpt_engine.errors import LeaseHeldError, StateError
 from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
-from ckpt_engine.snapshot.copying import CopyTasks
+from ckpt_engine.snapshot.copying import COLD_CHUNK_BYTES, CopyTasks, chunks_of
 from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.state import layout
 from ckpt_engine.state.flatten import Flattener
@@ -296,3 +298,46 @@ def test_closing_at_once_lets_the_threads_end(tmp_path: pathlib.Path, monkeypatc
     ckpt = Checkpointer(tmp_path, writer="thread")
     ckpt.save(big_state(), step=1).wait(60.0)
     ckpt.close(0.0)
+
+
+def test_threads_that_fill_a_cold_slot_do_not_wait_for_each_other() -> None:
+    """The kernel lets one thread write to a file at a time: another one copies through the mapping."""
+    state = {"w": torch.randn(COLD_CHUNK_BYTES // 2)}
+    capture = Planner(Flattener()).capture(state)
+    slot = SharedSlot(0, slot_bytes(capture.plan))
+    (view,), memory = slot.views(capture.plan), slot.memory
+    first, second = chunks_of(view, state["w"], memory)
+    with memory.writes:
+        thread = threading.Thread(target=first.run, daemon=True)
+        thread.start()
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+    second.run()
+    assert torch.equal(view, state["w"])
+    slot.close()
+
+
+def test_the_first_writer_starts_while_the_first_snapshot_is_copied(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it does not start before the copy has begun. `save` waits for it, and raises what keeps it from starting."""
+    copying, (begin, open_writer) = threading.Event(), (Staging.begin, Engine._open_writer)
+    refusals = [LeaseHeldError("another process writes this run")]
+
+    def began(self: Staging, copier: Copier) -> None:
+        copying.set()
+        begin(self, copier)
+
+    def late(self: Engine, *how: Any) -> Any:
+        assert copying.wait(WAIT_SECONDS), "nothing is copied before the writer has started"
+        if refusals:
+            raise refusals.pop()
+        return open_writer(self, *how)
+
+    monkeypatch.setattr(Staging, "begin", began)
+    monkeypatch.setattr(Engine, "_open_writer", late)
+    with Checkpointer(tmp_path, writer="thread") as ckpt:
+        with pytest.raises(LeaseHeldError, match="another"):
+            ckpt.save(big_state(), step=1)
+        assert not ckpt.engine._pipeline.started and not ckpt.engine._pipeline.slots.known()
+        assert ckpt.save(big_state(), step=2).wait(WAIT_SECONDS)

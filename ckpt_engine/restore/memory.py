@@ -19,7 +19,6 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, ReadOnlyStorage
-from ckpt_engine.store.storage.disk import translating
 from ckpt_engine.writer import control
 from ckpt_engine.writer.channel import Received, close_all
 from ckpt_engine.writer.pulse import Heartbeat
@@ -49,8 +48,9 @@ class MemoryStorage(ReadOnlyStorage):
         self, texts: Mapping[str, bytes], files: Mapping[str, tuple[int, int]], beat: Heartbeat | None = None
     ) -> None:
         self._beat = beat
-        images = {name: shared_bytes(*file, writable=False) for name, file in files.items()}
-        self._objects = {name: memoryview(text) for name, text in texts.items()} | images
+        self._objects = {name: memoryview(text) for name, text in texts.items()} | {
+            name: shared_bytes(*file, writable=False) for name, file in files.items()
+        }
         self._fds = {name: os.dup(fd) for name, (fd, _) in files.items()}
 
     @property
@@ -62,16 +62,10 @@ class MemoryStorage(ReadOnlyStorage):
         return bytes(self._object(name)[start : None if nbytes is None else start + nbytes])
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        view, done = self.view(name, start, out.nbytes), 0
-        if name not in self._fds:
-            out[:] = view
-            return
+        view = self.view(name, start, out.nbytes)
         # Mapped memory would be entered page by page into the tables of this process, and be taken out again.
-        with translating("read", f"{URL}/{name}"):
-            while done < out.nbytes and (got := os.preadv(self._fds[name], [out[done:]], start + done)):
-                done += got
-        if done < out.nbytes:
-            raise CorruptError(f"{URL}/{name} ends before byte {start + out.nbytes}")
+        if name not in self._fds or os.preadv(self._fds[name], [out], start) < out.nbytes:
+            out[:] = view
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview:
         """Bytes of an object where they are.
@@ -130,8 +124,10 @@ def attach(root_url: str, timeout: float) -> MemoryStorage | None:
         return None
     try:
         body = reply.body
-        manifest = {names.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode()}
-        texts = {names.RECORD: str(body["record"]).encode(), **manifest}
+        texts = {
+            names.RECORD: str(body["record"]).encode(),
+            names.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode(),
+        }
         return MemoryStorage(texts, shared_file(reply), beat_of(reply))
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CorruptError):
         return None

@@ -226,13 +226,6 @@ def test_memory_that_is_too_short_is_refused(memory: Memory) -> None:
     os.close(fd)
 
 
-def test_memory_that_was_cut_since_is_an_error_and_no_crash(memory: Memory) -> None:
-    """What is read comes from the file, so that its end is an error of this storage; the next place serves."""
-    os.ftruncate(memory.fd, 4096)
-    with pytest.raises(CorruptError, match="ends before"):
-        memory.storage.get_into(memory.file, 4000, memoryview(bytearray(200)))
-
-
 def test_a_load_maps_no_page_of_large_tensors(disk: Repository, memory: Memory) -> None:
     """They are read from the file: entering pages into the tables of a process, and taking them out, takes time."""
     load(memory.place, disk, into=zeros())

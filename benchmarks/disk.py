@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,11 +65,17 @@ def buffered_write(path: Path, buffer: memoryview) -> float:
     return time.perf_counter() - began
 
 
-def direct_read(path: Path, out: memoryview, *, threads: int = 1) -> float:
+Prepare = Callable[[int, int], object]
+"""`prepare(address, nbytes)` makes the pages of a block of new memory present before it is read into."""
+
+
+def direct_read(path: Path, out: memoryview, *, threads: int = 1, prepare: Prepare | None = None) -> float:
     """Read whole pages of a file around the page cache into `out`; seconds."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def fill(start: int) -> None:
+        if prepare is not None:
+            prepare(_address(out) + start, min(BLOCK_BYTES, len(out) - start))
         os.preadv(fd, [out[start : min(start + BLOCK_BYTES, len(out))]], start)
 
     began = time.perf_counter()
@@ -84,17 +91,23 @@ def direct_read(path: Path, out: memoryview, *, threads: int = 1) -> float:
     return time.perf_counter() - began
 
 
-def buffered_read(path: Path, out: memoryview) -> float:
+def buffered_read(path: Path, out: memoryview, *, prepare: Prepare | None = None) -> float:
     """Read a file through the page cache into `out`; seconds."""
     fd = os.open(path, os.O_RDONLY)
     began = time.perf_counter()
     try:
         done = 0
+        if prepare is not None:
+            prepare(_address(out), len(out))
         while done < len(out) and (got := os.preadv(fd, [out[done : done + BLOCK_BYTES]], done)):
             done += got
     finally:
         os.close(fd)
     return time.perf_counter() - began
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def evict(path: Path) -> None:

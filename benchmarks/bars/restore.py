@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series
 from benchmarks.workloads import State, gpt2_state, state_bytes, tensors
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy import fresh_pages
 
 TITLE = "Restore: reading a snapshot back, every byte verified"
 COLD_LIMIT = 0.85
@@ -76,6 +78,11 @@ def run(bench: Bench) -> BarResult:
                 "raw direct": cold(data, lambda: direct_read(data, out)),
                 "raw direct 2": cold(data, lambda: direct_read(data, out, threads=2)),
                 "raw buffered": cold(data, lambda: buffered_read(data, out)),
+                **{
+                    f"{name}, {kind}": cold(data, partial(_read_into_new, read, data, make, pages * mmap.PAGESIZE))
+                    for name, read in _RAW_READS.items()
+                    for kind, make in _NEW_MEMORY.items()
+                },
                 "cold load": cold(data, lambda: Checkpointer(run_folder).load()),
                 "cold load into": cold(data, lambda: Checkpointer(run_folder).load(into=live)),
                 "cold safetensors": cold(data, lambda: _touch(load_file(data))),
@@ -93,6 +100,8 @@ def run(bench: Bench) -> BarResult:
         )
         memory = [_extra(run_folder, None) / nbytes for _ in range(3)]
         memory_into = [_extra(run_folder, live) / nbytes for _ in range(3)]
+    new = [f"{name}, {kind}" for name in _RAW_READS for kind in _NEW_MEMORY]
+    raws_new = [min(each) for each in zip(*(taken[name] for name in new), strict=True)]
     raws = [min(three) for three in zip(taken["raw direct"], taken["raw direct 2"], taken["raw buffered"], strict=True)]
     gigabytes = nbytes / 1e9
 
@@ -107,6 +116,8 @@ def run(bench: Bench) -> BarResult:
             "cold": "the file's pages dropped with posix_fadvise, checked with mincore; a hypervisor may still cache",
             "raw cold read": "the fastest in each round of direct reads with one thread, with two, and buffered reads; "
             "16 MiB blocks into touched memory",
+            "raw cold read into new memory": "the fastest in each round of the same three into memory that is mapped "
+            "within the time: small pages, and huge pages that are made present block by block",
             "warm": "the file read into the page cache before; references: map the file, one copy, into touched memory "
             "for `into` and into new memory for `load`",
             "load": "new tensors, all digests verified; `into` overwrites live tensors instead",
@@ -114,6 +125,13 @@ def run(bench: Bench) -> BarResult:
         },
         (
             Check("cold load / raw cold read", "%", "at least", 100 * COLD_LIMIT, _percent(raws, taken["cold load"])),
+            Check(
+                "cold load / raw cold read into new memory",
+                "%",
+                "at least",
+                100 * COLD_LIMIT,
+                _percent(raws_new, taken["cold load"]),
+            ),
             Check(
                 "warm load(into=) / mapped copy into the same kind of memory",
                 "%",
@@ -137,6 +155,7 @@ def run(bench: Bench) -> BarResult:
             speed("raw direct", "cold: raw direct read"),
             speed("raw direct 2", "cold: raw direct read, two threads"),
             speed("raw buffered", "cold: raw buffered read"),
+            *(speed(name, f"cold: {name}") for name in new),
             speed("cold safetensors", "cold: safetensors load_file", "not verified"),
             speed("cold torch.load", "cold: torch.load", "not verified"),
             speed("warm load", "warm: load"),
@@ -151,6 +170,38 @@ def run(bench: Bench) -> BarResult:
             "2 s/GB, and small pages come from what it has kept. The mapped copy into new huge pages shows it.",
         ),
     )
+
+
+def _small_pages(nbytes: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _huge_pages(nbytes: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+_RAW_READS: Mapping[str, Callable[..., float]] = {
+    "raw direct read": direct_read,
+    "raw direct read, two threads": partial(direct_read, threads=2),
+    "raw buffered read": buffered_read,
+}
+_NEW_MEMORY: Mapping[str, Callable[[int], torch.Tensor]] = {
+    "new small pages": _small_pages,
+    "new huge pages": _huge_pages,
+}
+
+
+def _read_into_new(
+    read: Callable[..., float], path: Path, make: Callable[[int], torch.Tensor], nbytes: int
+) -> torch.Tensor:
+    """The memory, which is freed after the clock is read, as that of `load` is."""
+    memory = make(nbytes)
+    read(path, memoryview(memory.numpy()), prepare=fresh_pages.populate)
+    return memory
 
 
 def _write(folder: Path, size: Size) -> tuple[int, int]:
@@ -169,12 +220,6 @@ def _percent(reference: list[float], measured: list[float]) -> tuple[float, ...]
 def _touch(loaded: dict[str, torch.Tensor]) -> float:
     """Read what may only be mapped."""
     return sum(float(t.view(-1)[::1024].sum()) for t in loaded.values() if t.is_floating_point())
-
-
-def _huge_pages(nbytes: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _mapped_copy(path: Path, out: torch.Tensor) -> None:

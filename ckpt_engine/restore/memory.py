@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,17 +34,24 @@ class MemoryStorage(ReadOnlyStorage):
 
     Args:
         texts: the run's record and the manifest, by name.
-        files: the memory of its data files, by name; it stays mapped as long as anything refers to it.
+        files: descriptor and size of its data files in shared memory, by name; duplicates of the descriptors are kept,
+            and the memory stays mapped as long as anything refers to it.
         beat: how far the trainer was when it died, as far as it said.
+
+    Raises:
+        CorruptError, OSError: as `shared_bytes`.
     """
 
     url = URL
 
     def __init__(
-        self, texts: Mapping[str, bytes], files: Mapping[str, memoryview], beat: Heartbeat | None = None
+        self, texts: Mapping[str, bytes], files: Mapping[str, tuple[int, int]], beat: Heartbeat | None = None
     ) -> None:
         self._beat = beat
-        self._objects = {name: memoryview(text) for name, text in texts.items()} | dict(files)
+        self._objects = {name: memoryview(text) for name, text in texts.items()} | {
+            name: shared_bytes(*file, writable=False) for name, file in files.items()
+        }
+        self._fds = {name: os.dup(fd) for name, (fd, _) in files.items()}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -56,9 +63,9 @@ class MemoryStorage(ReadOnlyStorage):
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         view = self.view(name, start, out.nbytes)
-        if out.nbytes:
-            # Unlike a slice assignment this lets go of the GIL.
-            ctypes.memmove(address_of(out), address_of(view), out.nbytes)
+        # Mapped memory would be entered page by page into the tables of this process, and be taken out again.
+        if name not in self._fds or os.preadv(self._fds[name], [out], start) < out.nbytes:
+            out[:] = view
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview:
         """Bytes of an object where they are.
@@ -78,6 +85,8 @@ class MemoryStorage(ReadOnlyStorage):
     def close(self) -> None:
         """Give up the memory. Idempotent."""
         self._objects.clear()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
 
     def _object(self, name: str) -> memoryview:
         try:
@@ -115,8 +124,10 @@ def attach(root_url: str, timeout: float) -> MemoryStorage | None:
         return None
     try:
         body = reply.body
-        manifest = {names.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode()}
-        texts = {names.RECORD: str(body["record"]).encode(), **manifest}
+        texts = {
+            names.RECORD: str(body["record"]).encode(),
+            names.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode(),
+        }
         return MemoryStorage(texts, shared_file(reply), beat_of(reply))
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CorruptError):
         return None
@@ -132,15 +143,15 @@ def is_held(root_url: str, timeout: float) -> bool:
     return reply is not None and bool(reply.body.get("held"))
 
 
-def shared_file(reply: Received) -> dict[str, memoryview]:
-    """The data file that a writer offers with its reply to `control.SNAPSHOT`, by its name.
+def shared_file(reply: Received) -> dict[str, tuple[int, int]]:
+    """Descriptor and size of the data file that a writer offers with its reply to `control.SNAPSHOT`, by its name.
 
     Raises:
-        LookupError, ValueError, TypeError, CorruptError, OSError: it offers nothing that is of use.
+        LookupError, ValueError, TypeError: it offers nothing that is of use.
     """
     if reply.body.get("snapshot") is None or not reply.fds:
         raise LookupError("nothing is offered")
-    return {str(reply.body["file"]): image_of(reply)}
+    return {str(reply.body["file"]): (reply.fds[0], int(reply.body["nbytes"]))}
 
 
 def image_of(reply: Received) -> memoryview:

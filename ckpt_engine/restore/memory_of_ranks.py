@@ -153,13 +153,16 @@ def _gather(
         return reply or _fetch(elsewhere[str(writer)], request, beside, deadline)
 
     def parity_of(keeper: int) -> Received:
-        local = any(one.writer == keeper and wanted.snapshot in one.parity for one in here)
-        return asked(keeper, control.PARITY, local, wanted.parity)
+        return asked(
+            keeper,
+            control.PARITY,
+            keeper in {one.writer for one in here if wanted.snapshot in one.parity},
+            wanted.parity,
+        )
 
-    for rank in range(size):
-        if str(rank) not in wanted.lost:
-            local = any(one.writer == rank and wanted.snapshot in one.held for one in here)
-            shares[rank] = asked(rank, control.SNAPSHOT, local, wanted.remote)
+    local = {one.writer for one in here if wanted.snapshot in one.held}
+    for rank in {*range(size)} - {*map(int, wanted.lost)}:
+        shares[rank] = asked(rank, control.SNAPSHOT, rank in local, wanted.remote)
     for lost, group in wanted.lost.items():
         shares[int(lost)] = rebuild_share(int(lost), group, shares, parity_of, beside)
 

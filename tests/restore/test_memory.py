@@ -19,7 +19,6 @@ from click.testing import CliRunner
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import commands
-from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import memory as memory_module
@@ -59,7 +58,7 @@ class Memory:
         os.ftruncate(self.fd, -(-file.nbytes // 4096) * 4096)
         os.pwrite(self.fd, disk.storage.get(file.name), 0)
         self.texts = {name: disk.storage.get(name) for name in (names.RECORD, names.manifest_name(newest))}
-        self.storage = MemoryStorage(self.texts, {file.name: shared_bytes(self.fd, file.nbytes, writable=False)}, beat)
+        self.storage = MemoryStorage(self.texts, {file.name: (self.fd, file.nbytes)}, beat)
         self.place = Repository(self.storage)
         self.pieces = disk.read(newest).entries["model/big"].pieces
 
@@ -213,6 +212,8 @@ def test_what_was_released_is_an_error_and_no_crash(disk: Repository, memory: Me
     assert bytes(view) == expected
     with pytest.raises(StorageError, match="does not have"):
         memory.storage.get(memory.file)
+    open_files = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert [str(one).startswith("/memfd:memory") for one in open_files].count(True) == 1  # that of this test
     assert load(memory.place, disk).place == disk.storage.url
 
 
@@ -221,8 +222,16 @@ def test_memory_that_is_too_short_is_refused(memory: Memory) -> None:
     fd = os.memfd_create("short")
     os.ftruncate(fd, memory.nbytes - 1)
     with pytest.raises(CorruptError, match="bytes instead of"):
-        shared_bytes(fd, memory.nbytes, writable=False)
+        MemoryStorage({}, {memory.file: (fd, memory.nbytes)})
     os.close(fd)
+
+
+def test_a_load_maps_no_page_of_large_tensors(disk: Repository, memory: Memory) -> None:
+    """They are read from the file: entering pages into the tables of a process, and taking them out, takes time."""
+    load(memory.place, disk, into=zeros())
+    maps = Path("/proc/self/smaps").read_text().split("memfd:memory")[1]
+    resident = next(int(line.split()[1]) for line in maps.splitlines() if line.startswith("Rss:"))
+    assert resident * 1024 < memory.nbytes // 2
 
 
 @pytest.fixture(params=["mute", "full"])

@@ -223,7 +223,9 @@ class Cadence:
         self._paused += stall + wait
         self._account.paused_seconds += stall + wait
         self._held_back |= wait > 0.0
-        self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
+        quiet = 0 if self._disturbed else step - self._quiet_step
+        self._adaptive.window_began(quiet)
+        self._steps.new += quiet
         self._in_flight.append(TakenSnapshot(step, now - stall, stall))
         self._disturbed = True
         self._pending = self._obstacle = None
@@ -429,8 +431,9 @@ class Cadence:
     def _learn(self, step: int) -> None:
         for settled in self._settled:
             self._in_flight.remove(settled)
-            stall, slowdown = settled.stall_seconds, self._steps.take_slowdown()
-            self._account.slowdown_seconds += self._meter.add_cost(stall, slowdown)
+            over = math.inf if settled.latency_seconds is None else settled.instant + settled.latency_seconds
+            slowdown = self._steps.take_slowdown(0.0 if self._in_flight else max(0.0, self._mark - over))
+            self._account.slowdown_seconds += self._meter.add_cost(settled.stall_seconds, slowdown)
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
             self._adaptive.uneven = self._steps.uneven

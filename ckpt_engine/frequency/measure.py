@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from ckpt_engine.frequency.policy import Costs
@@ -23,25 +23,21 @@ SHIFT = 0.25
 STALE = 0.10
 # What the baseline of the slowdown may be wrong by, as a share of the budget.
 BASELINE_ERROR = 0.25
-# Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own.
+# Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own, and shorter than that
+# part of a lower quartile as quick for one.
 SLOW_STEP = 2.0
-# Of snapshots that meet a data stall at most so many are expected. A snapshot lasts until a given time, so that the
-# steps next to it are fewer the longer they are: where steps are skewed the median of their surplus is above 0, and the
-# mean is not (Wald 1944).
-FEW = 0.1
+TICK_SECONDS = 1e-9
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
 class RobustBaseline:
     """The usual value of a series: an outlier moves nothing, a lasting change is followed with the third value.
 
-    The mean of the values since the last change without the lowest and the highest. A change is lasting where the
-    newest three values are all above what nine of ten before were, or the newest two below: accidents make it slower.
+    The mean of the middle half of the values since the last change. A change is lasting where the newest three values
+    are all above what nine of ten before were, or the newest two below: accidents make it slower.
 
     Args:
         value: what is believed before anything was added.
-        trim: the share of values that is left out at each end: up to so many may be anything. The more, the further it
-            is from the mean of a skewed distribution.
 
     Attributes:
         value: what is believed now.
@@ -50,10 +46,9 @@ class RobustBaseline:
     WINDOW = 128
     RISEN, FALLEN = 3, 2
 
-    def __init__(self, value: float = 0.0, trim: float = 0.25) -> None:
-        self.value, self._trim = value, trim
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
         self._values: deque[float] = deque(maxlen=self.WINDOW)
-        self._error: float | None = 0.0
         self.count = 0
 
     def add(self, value: float, noise: float = 0.0) -> bool:
@@ -63,28 +58,19 @@ class RobustBaseline:
         every = list(self._values)
         risen, fallen = every[-self.RISEN :], every[-self.FALLEN :]
         if min(every) == max(every):  # nothing has changed: the look at quantiles below costs more than all else
-            self.value, self._error = value, 0.0
+            self.value = value
             return False
         if len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
             self._values = deque(risen, maxlen=self.WINDOW)
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)
-        self.value, self._error = middle_mean(self._values, self._trim), None
+        self.value = middle_mean(self._values)
         return len(self._values) < min(len(every), self.WINDOW)
 
     @property
     def kept(self) -> int:
         """How many values `value` is of."""
         return len(self._values)
-
-    @property
-    def error(self) -> float:
-        """One standard deviation of `value`, from the quartiles of the values (of a normal distribution)."""
-        if self._error is None:
-            ordered = sorted(self._values)
-            spread = (quantile(ordered, 0.75) - quantile(ordered, 0.25)) / 1.35
-            self._error = 1.1 * spread / math.sqrt(len(ordered))
-        return self._error
 
 
 class Outliers:
@@ -116,23 +102,49 @@ class Outliers:
 
 
 class Slowdown(NamedTuple):
-    """How much longer the steps next to a snapshot were than as many clean ones.
+    """What the steps next to snapshots were, beside clean ones. Everything is a sum: those of two snapshots add up.
 
     Args:
-        seconds: signed; slow steps count up to the limit of `StepTimes` only.
-        jitter_seconds: one standard deviation that the jitter of these steps gives `seconds`.
-        baseline_seconds: one standard deviation that the clean step time, known from so many steps, gives it.
+        growth: of the logarithms of the factors by which steps were longer; slow steps count up to the limit of
+            `StepTimes` only.
+        steps: so many; one during part of which a snapshot was on its way is that part of one.
+        variance: of `growth`, from the jitter of steps.
+        clean: steps since the snapshot before, which the usual step time is known from.
+        seconds: that snapshots were on their way while training went on.
         slow: steps beyond that limit.
         slow_expected: how many of as many clean steps are.
         slow_seconds: signed; what they took beyond the limit, less what as many clean steps do on average.
     """
 
+    growth: float = 0.0
+    steps: float = 0.0
+    variance: float = 0.0
+    clean: float = 0.0
     seconds: float = 0.0
-    jitter_seconds: float = 0.0
-    baseline_seconds: float = 0.0
     slow: int = 0
     slow_expected: float = 0.0
     slow_seconds: float = 0.0
+
+    @classmethod
+    def of_all(cls, several: Iterable[Slowdown]) -> Slowdown:
+        """The sum."""
+        return cls(*map(sum, zip(*several, strict=True)))  # type: ignore[arg-type]
+
+    @property
+    def factor_error(self) -> float:
+        """One standard deviation of the logarithm of the factor: both kinds of steps have jitter."""
+        known = self.variance * (1.0 + self.steps / max(1.0, self.clean))
+        return math.sqrt(known) / self.steps if self.steps > 0.0 else 0.0
+
+    @property
+    def share(self) -> float:
+        """The part of `seconds` that training has lost.
+
+        What chance explains is none, and what is far above it counts in full: the positive-part estimator of James and
+        Stein (1961). What it takes away vanishes with the number of snapshots.
+        """
+        usual = self.growth / self.steps if self.steps > 0.0 else 0.0
+        return -math.expm1(min(0.0, self.factor_error**2 / usual - usual)) if usual > 0.0 else 0.0
 
 
 class SlowSteps:
@@ -155,13 +167,16 @@ class SlowSteps:
         self.seconds = 0.0
         """Per snapshot; 0.0 where chance explains what was seen."""
 
-    def add(self, slowdown: Slowdown) -> None:
+    def add(self, slowdown: Slowdown) -> float:
+        """Seconds to charge: when it is first believed, also for the snapshots that have shown it."""
         self._recent.append(slowdown)
-        self.seconds = self._believed()
+        before, self.seconds = self.seconds, self._believed()
+        charge = self.seconds if before > 0.0 else self.seconds * len(self._recent)
         newest = list(self._recent)[-self.LEAST :]
         if self.seconds > 0.0 and all(one.slow <= one.slow_expected for one in newest):
             self._recent = deque(newest, maxlen=self.WINDOW)
             self.seconds = self._believed()
+        return charge
 
     def _believed(self) -> float:
         count = len(self._recent)
@@ -192,22 +207,27 @@ class StepTimes:
 
     `clean` is a plain deque so that the training thread can append to it directly at each step.
 
-    CheckFreq's `Tx = sum(max(0, t_j - Ti))` (FAST 2021, section 4.3) is only right without jitter: with 10 % of it,
-    steps that nothing slows down add 4 % of their time. The sum of signed differences against the *mean* clean step is
-    the same number without jitter and unbiased with it; cut at `SLOW_STEP` upper quartiles (winsorised) on both sides,
-    it stays so where one step in thirty takes fifteen times as long, at a small part of the noise.
+    CheckFreq's `Tx = sum(max(0, t_j - Ti))` (FAST 2021, section 4.3) is only right without jitter, and signed
+    differences of sums say little where steps have heavy tails: one long step is more than all slowdown. What a
+    snapshot slows down is a factor, so that the mean *logarithm* of disturbed steps is compared with that of clean ones,
+    cut in both tails. A snapshot lasts until a given time, and so do its steps: those next to it are fewer the longer
+    they are. Sums over several snapshots have no bias from that (Wald 1944), the ratio of each one has.
 
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
+
+    Attributes:
+        new: clean steps since the last slowdown was taken.
     """
 
     def __init__(self, prior: float | None = None) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
         self.prior = prior
+        self.new = 0
         self._busy: deque[float] = deque(maxlen=SHIFT_WINDOW)
         self._disturbed: deque[float] = deque(maxlen=8 * CLEAN_WINDOW)
         self._disturbed_steps = 0
-        self._summary = _Summary(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._summary = _Summary.of([0.0])
         self._summary_of: tuple[int, float] = (0, 0.0)
         self._shift_seen = self._summary_of
 
@@ -226,13 +246,12 @@ class StepTimes:
         """Whether the clean steps tell a slowdown of a quarter of `budget` from their jitter, as far as any can."""
         if len(self.clean) in (0, CLEAN_WINDOW):
             return bool(self.clean)
-        clean = self._summarise()
-        return clean.deviation <= BASELINE_ERROR * budget * clean.mean * math.sqrt(len(self.clean))
+        return self._summarise().deviation <= BASELINE_ERROR * budget * math.sqrt(len(self.clean))
 
     @property
     def uneven(self) -> bool:
         """Whether some clean steps are slow for reasons of their own."""
-        return len(self.clean) >= ENOUGH_STEPS and self._summarise().slow > 0.0
+        return self._summarise().slow > 0.0
 
     def step_seconds(self) -> float:
         """The mean clean step time, of the newest steps after a shift; 0.0 while unknown.
@@ -240,47 +259,49 @@ class StepTimes:
         It converts seconds to steps, so that slow steps count in full. Disturbed steps that are clearly faster than the
         clean ones prove that the clean time is stale.
         """
-        if len(self.clean) < ENOUGH_STEPS:
-            clean = self.prior if self.prior is not None else median(self.clean or [0.0])
-            noise, limit, excess = 0.0, math.inf, 0.0
-        else:
-            self._forget_before_shift()
-            summary = self._summarise()
-            clean, noise, limit, excess = summary.mean, summary.noise, summary.limit, summary.excess
+        self._forget_before_shift()
+        clean = self._summarise()
         if len(self._busy) == SHIFT_WINDOW:
-            disturbed = sum(_cut(list(self._busy), limit)) / SHIFT_WINDOW
-            if clean - disturbed > max(STALE * clean, noise):
-                return disturbed
-        return clean + excess
+            disturbed = fmean(clean.logs(self._busy))
+            if clean.log - disturbed > max(STALE, clean.noise):
+                return fmean(self._busy)
+        return clean.mean
 
-    def take_slowdown(self) -> Slowdown:
-        """The slowdown since the last call; none is known while the clean step time is unknown."""
-        disturbed, steps = list(self._disturbed), self._disturbed_steps
+    def take_slowdown(self, late_seconds: float = 0.0) -> Slowdown:
+        """The slowdown since the last call; none is known while the clean step time is unknown.
+
+        Args:
+            late_seconds: of the newest step, after no snapshot was on its way any more.
+        """
+        disturbed, steps, new = list(self._disturbed), self._disturbed_steps, self.new
         self._disturbed.clear()
-        self._disturbed_steps = 0
-        if steps == 0 or not self.known:
+        self._disturbed_steps = self.new = 0
+        if steps == 0:
             return Slowdown()
-        if len(self.clean) < ENOUGH_STEPS:
-            mean = self.step_seconds()
-            clean = _Summary(mean, 0.0, 0.0, SLOW_STEP * mean, 0.0, 0.0)
-        else:
-            clean = self._summarise()
-        cut = sum(_cut(disturbed, clean.limit))
-        each = steps / len(disturbed)
+        each, last = steps / len(disturbed), disturbed[-1]
+        late_seconds = min(late_seconds, last)
+        seconds = each * sum(disturbed) - late_seconds
+        if not self.known:
+            return Slowdown(seconds=seconds)
+        clean = self._summarise()
         return Slowdown(
-            seconds=each * cut - steps * (clean.mean + clean.trend),
-            jitter_seconds=clean.deviation * math.sqrt(steps),
-            baseline_seconds=clean.deviation * steps / math.sqrt(max(1, len(self.clean))),
-            slow=round(each * sum([seconds > clean.limit for seconds in disturbed])),
+            growth=(each * sum(clean.logs(disturbed)) - steps * (clean.log + clean.trend)) / clean.inside,
+            steps=steps - (late_seconds / last if last > 0.0 else 0.0),
+            variance=steps * (clean.deviation / clean.inside) ** 2,
+            clean=new,
+            seconds=seconds,
+            slow=round(each * sum([seconds > clean.high for seconds in disturbed])),
             slow_expected=steps * clean.slow,
-            slow_seconds=each * (sum(disturbed) - cut) - steps * clean.excess,
+            slow_seconds=each * clean.beyond(disturbed) - steps * clean.excess,
         )
 
     def _summarise(self) -> _Summary:
         """Statistics of the clean steps, computed again only when there are new ones (the newest has changed)."""
-        newest = (len(self.clean), self.clean[-1])
+        few = len(self.clean) < ENOUGH_STEPS
+        values = [median(self.clean or [0.0]) if self.prior is None else self.prior] if few else list(self.clean)
+        newest = (len(self.clean), values[-1])
         if newest != self._summary_of:
-            self._summary_of, self._summary = newest, _Summary.of(list(self.clean))
+            self._summary_of, self._summary = newest, _Summary.of(values)
         return self._summary
 
     def _forget_before_shift(self) -> None:
@@ -288,9 +309,8 @@ class StepTimes:
         if self._summary_of == self._shift_seen or len(self.clean) < 2 * SHIFT_WINDOW or summary.deviation == 0.0:
             return
         self._shift_seen = self._summary_of
-        cut = _cut(list(self.clean), summary.limit)
-        was, now = (sum(part) / len(part) for part in (cut[:-SHIFT_WINDOW], cut[-SHIFT_WINDOW:]))
-        if abs(now - was) > max(SHIFT * was, summary.noise):
+        logs = summary.logs(self.clean)
+        if abs(fmean(logs[-SHIFT_WINDOW:]) - fmean(logs[:-SHIFT_WINDOW])) > max(SHIFT, summary.noise):
             newest = list(self.clean)[-SHIFT_WINDOW:]
             self.clean.clear()
             self.clean.extend(newest)
@@ -300,35 +320,57 @@ class _Summary(NamedTuple):
     """Clean steps.
 
     Args:
-        mean, deviation: of the steps cut at `limit`.
-        excess: what they take beyond the limit on average.
+        mean: of the steps.
+        low, high: what their logarithms are cut at.
+        log, deviation: of the logarithms.
+        inside: the share of steps that is not cut.
+        excess: what steps take beyond `high` on average.
         slow: the share of them that do.
-        trend: how much longer the newest are than the mean, where the steps get longer or shorter steadily.
+        trend: how much longer the newest are than `log`, where the steps get longer or shorter steadily.
     """
 
     mean: float
-    deviation: float
-    excess: float
-    limit: float
-    slow: float
-    trend: float
+    low: float
+    high: float
+    log: float
+    deviation: float = 0.0
+    inside: float = 1.0
+    excess: float = 0.0
+    slow: float = 0.0
+    trend: float = 0.0
 
     @classmethod
     def of(cls, values: list[float]) -> _Summary:
+        low = max(quantile(values, 0.25) / SLOW_STEP, TICK_SECONDS)
+        high = max(SLOW_STEP * quantile(values, 0.75), low)
         if min(values) == max(values):
-            return cls(values[0], 0.0, 0.0, SLOW_STEP * values[0], 0.0, 0.0)
-        limit = SLOW_STEP * quantile(values, 0.75)
-        cut = _cut(values, limit)
-        mean = sum(cut) / len(cut)
-        squares = sum([(value - mean) ** 2 for value in cut])
-        deviation = math.sqrt(squares / max(1, len(cut) - 1))
-        slow = sum(value > limit for value in values) / len(values)
-        half = len(cut) // 2
+            return cls(values[0], low, high, math.log(max(values[0], low)))
+        made = cls(fmean(values), low, high, 0.0)
+        logs = made.logs(values)
+        deviation = stdev(logs)
+        half = len(logs) // 2
         # The difference of the means of two halves has twice the deviation of the mean of all.
-        trend = sum(cut[-half:]) / half - sum(cut[:half]) / half if half else 0.0
-        if abs(trend) < 3.0 * 2.0 * deviation / math.sqrt(len(cut)):
+        trend = fmean(logs[-half:]) - fmean(logs[:half])
+        if abs(trend) < 3.0 * 2.0 * deviation / math.sqrt(len(logs)):
             trend = 0.0
-        return cls(mean, deviation, max(0.0, sum(values) / len(values) - mean), limit, slow, trend)
+        slow = sum([value > high for value in values]) / len(values)
+        inside = 1.0 - slow - sum([value < low for value in values]) / len(values)
+        return made._replace(
+            log=fmean(logs),
+            deviation=deviation,
+            inside=inside,
+            excess=made.beyond(values) / len(values),
+            slow=slow,
+            trend=trend,
+        )
+
+    def logs(self, values: Iterable[float]) -> list[float]:
+        """Their logarithms, none below that of `low` or above that of `high`."""
+        return [math.log(min(max(value, self.low), self.high)) for value in values]
+
+    def beyond(self, values: Iterable[float]) -> float:
+        """What they take beyond `high` together."""
+        return sum([value - self.high for value in values if value > self.high])
 
     @property
     def noise(self) -> float:
@@ -341,13 +383,13 @@ class CostMeter:
 
     def __init__(self) -> None:
         self._stall, self._outliers = RobustBaseline(), Outliers()
-        self._slowdown = RobustBaseline(trim=FEW)
-        self._believed: deque[float] = deque([0.0], maxlen=RobustBaseline.RISEN)
-        """Of slowdowns, after each of the newest snapshots."""
+        self._factors, self._active = RobustBaseline(), RobustBaseline()
+        self._recent: deque[Slowdown] = deque(maxlen=RobustBaseline.WINDOW)
+        self._all = Slowdown()
         self._slow = SlowSteps()
+        self._slow_seconds = 0.0
         self.slowdown_seconds = 0.0
-        """What snapshots slow down the steps next to them, each."""
-        self._jitter = self._noise = 0.0
+        """What snapshots slow down the steps next to them, each, of late."""
         self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
         self._busy: deque[float] = deque(maxlen=LATENCY_WINDOW)
         self._written = 0.0
@@ -357,48 +399,30 @@ class CostMeter:
         """At least one snapshot was measured; what an earlier run had learned counts as one."""
         return self._stall.count > 0
 
-    def _slows_down(self) -> float:
-        """What `slowdown_seconds` is now.
-
-        An estimate within the noise of step times is none, one far above it counts in full: the positive-part estimator
-        of James and Stein (1961) at three times the variance, because what is believed is paid for.
-        """
-        usual, noise = self._slowdown.value, self.slowdown_error
-        usual -= min(usual, 3.0 * noise * noise / usual) if usual > 0.0 else usual
-        return usual + self._slow.seconds
-
-    @property
-    def slowdown_error(self) -> float:
-        """One standard deviation of `slowdown_seconds`, from the jitter of steps."""
-        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, RobustBaseline.WINDOW)))
-        return math.hypot(max(jitter, self._slowdown.error), self._noise)
-
     @property
     def slowdown_of_all(self) -> tuple[float, float]:
-        """Of all snapshots so far together, and its standard error: without the caution of `slowdown_seconds`."""
-        each, count = max(0.0, self._slowdown.value) + self._slow.seconds, self._stall.count
-        return count * each, count * self.slowdown_error
+        """Seconds by which all snapshots so far have made steps longer together, and the standard error of that."""
+        seconds = self._all.seconds
+        return seconds * self._all.share + self._slow_seconds, seconds * self._all.factor_error
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
         """What one snapshot took from training, whether or not it became durable.
 
         Returns:
-            Seconds of slowdown to charge for it; after a better estimate, those that earlier ones were charged too
-            little, or too much (negative), are in it.
+            Seconds of slowdown to charge for it; by a better estimate earlier ones have cost more, or less (negative).
         """
-        before, count = self.slowdown_seconds, self._slowdown.kept
+        before, _ = self.slowdown_of_all
         changed = self._stall.add(stall_seconds)
         self._outliers.add(stall_seconds, self._stall.value, changed=changed)
-        replaced = self._slowdown.add(slowdown.seconds, slowdown.jitter_seconds)
-        self._slow.add(slowdown)
-        self._jitter, self._noise = slowdown.jitter_seconds, slowdown.baseline_seconds
-        self.slowdown_seconds = now = self._slows_down()
-        known = min(self._slowdown.kept - 1, count)
-        charge = now + known * (now - before)
-        if replaced and known < len(self._believed):  # earlier ones cost what was believed before the change began
-            charge += (count - known) * (self._believed[-1 - known] - before)
-        self._believed.append(now)
-        return charge
+        self._recent.append(slowdown)
+        self._all = Slowdown.of_all((self._all, slowdown))
+        if slowdown.steps > 0.0:
+            self._factors.add(slowdown.growth / slowdown.steps, slowdown.factor_error)
+        self._active.add(slowdown.seconds)
+        self._slow_seconds += self._slow.add(slowdown)
+        late = Slowdown.of_all(list(self._recent)[-max(1, self._factors.kept) :])
+        self.slowdown_seconds = late.share * self._active.value + self._slow.seconds
+        return self.slowdown_of_all[0] - before
 
     def add_durable(self, latency_seconds: float, busy_seconds: float, written_bytes: float) -> None:
         """One snapshot became durable."""
@@ -434,14 +458,12 @@ class CostMeter:
         if not all(0.0 <= value < math.inf for value in (stall, slowdown, latency, busy, written)):
             raise ValueError(f"not measured costs: {dict(data)!r}")
         meter = cls()
-        meter.add_cost(stall, Slowdown(slowdown))
+        active = max(latency - stall, slowdown)
+        share = min(slowdown / active, 0.99) if active > 0.0 else 0.0
+        meter.add_cost(stall, Slowdown(growth=-math.log1p(-share), steps=1.0, seconds=active))
         meter.add_durable(latency, busy, written)
+        meter._all = Slowdown()  # its steps are not those of this run
         return meter
-
-
-def _cut(values: list[float], limit: float) -> list[float]:
-    """The values, none above the limit."""
-    return values if max(values) <= limit else [min(value, limit) for value in values]
 
 
 def second_highest(values: Sequence[float] | deque[float]) -> float:
@@ -453,13 +475,13 @@ def second_highest(values: Sequence[float] | deque[float]) -> float:
     return sorted(values)[-2:][0] if values else 0.0
 
 
-def middle_mean(values: Sequence[float] | deque[float], trim: float = 0.25) -> float:
-    """The mean without that share of the values at each end, one at least; of fewer than four the lower median."""
+def middle_mean(values: Sequence[float] | deque[float]) -> float:
+    """The mean of the middle half of the values; of fewer than four the lower median."""
     ordered = sorted(values)
     count = len(ordered)
     if count < 4:
         return ordered[(count - 1) // 2]
-    ends = max(1, int(trim * count))
+    ends = count // 4
     middle = ordered[ends : count - ends]
     return sum(middle) / len(middle)
 

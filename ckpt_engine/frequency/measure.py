@@ -7,6 +7,7 @@ with one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,9 @@ BASELINE_ERROR = 0.25
 # part of a lower quartile as quick for one.
 SLOW_STEP = 2.0
 TICK_SECONDS = 1e-9
+# Clean steps of so many times the time that a snapshot is on its way are compared with those next to it: few enough to
+# be of the same epoch, and enough that their jitter adds a tenth to that of the others.
+NEAR = 4.0
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
@@ -105,11 +109,11 @@ class Slowdown(NamedTuple):
     """What the steps next to snapshots were, beside clean ones. Everything is a sum: those of two snapshots add up.
 
     Args:
-        growth: of the logarithms of the factors by which steps were longer; slow steps count up to the limit of
-            `StepTimes` only.
-        steps: so many; one during part of which a snapshot was on its way is that part of one.
+        growth: of the logarithms of their times over the usual one; slow steps count up to the limit of `StepTimes`.
+        count: of these steps.
+        steps: of them, those whose time is not cut; one during part of which a snapshot was on its way is that part.
+        clean_growth, clean: as `growth` and `count`, of clean steps right before these.
         variance: of `growth`, from the jitter of steps.
-        clean: steps since the snapshot before, which the usual step time is known from.
         seconds: that snapshots were on their way while training went on.
         slow: steps beyond that limit.
         slow_expected: how many of as many clean steps are.
@@ -117,9 +121,11 @@ class Slowdown(NamedTuple):
     """
 
     growth: float = 0.0
+    count: float = 0.0
     steps: float = 0.0
-    variance: float = 0.0
+    clean_growth: float = 0.0
     clean: float = 0.0
+    variance: float = 0.0
     seconds: float = 0.0
     slow: int = 0
     slow_expected: float = 0.0
@@ -131,9 +137,15 @@ class Slowdown(NamedTuple):
         return cls(*map(sum, zip(*several, strict=True)))  # type: ignore[arg-type]
 
     @property
+    def factor(self) -> float:
+        """The logarithm of the factor by which steps were longer while a snapshot was on its way."""
+        usual = self.clean_growth / max(1.0, self.clean)
+        return (self.growth - self.count * usual) / self.steps if self.steps > 0.0 else 0.0
+
+    @property
     def factor_error(self) -> float:
-        """One standard deviation of the logarithm of the factor: both kinds of steps have jitter."""
-        known = self.variance * (1.0 + self.steps / max(1.0, self.clean))
+        """One standard deviation of `factor`: both kinds of steps have jitter."""
+        known = self.variance * (1.0 + self.count / max(1.0, self.clean))
         return math.sqrt(known) / self.steps if self.steps > 0.0 else 0.0
 
     @property
@@ -143,8 +155,8 @@ class Slowdown(NamedTuple):
         What chance explains is none, and what is far above it counts in full: the positive-part estimator of James and
         Stein (1961). What it takes away vanishes with the number of snapshots.
         """
-        usual = self.growth / self.steps if self.steps > 0.0 else 0.0
-        return -math.expm1(min(0.0, self.factor_error**2 / usual - usual)) if usual > 0.0 else 0.0
+        factor = self.factor
+        return -math.expm1(min(0.0, self.factor_error**2 / factor - factor)) if factor > 0.0 else 0.0
 
 
 class SlowSteps:
@@ -215,15 +227,11 @@ class StepTimes:
 
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
-
-    Attributes:
-        new: clean steps since the last slowdown was taken.
     """
 
     def __init__(self, prior: float | None = None) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
         self.prior = prior
-        self.new = 0
         self._busy: deque[float] = deque(maxlen=SHIFT_WINDOW)
         self._disturbed: deque[float] = deque(maxlen=8 * CLEAN_WINDOW)
         self._disturbed_steps = 0
@@ -273,9 +281,9 @@ class StepTimes:
         Args:
             late_seconds: of the newest step, after no snapshot was on its way any more.
         """
-        disturbed, steps, new = list(self._disturbed), self._disturbed_steps, self.new
+        disturbed, steps = list(self._disturbed), self._disturbed_steps
         self._disturbed.clear()
-        self._disturbed_steps = self.new = 0
+        self._disturbed_steps = 0
         if steps == 0:
             return Slowdown()
         each, last = steps / len(disturbed), disturbed[-1]
@@ -283,17 +291,29 @@ class StepTimes:
         seconds = each * sum(disturbed) - late_seconds
         if not self.known:
             return Slowdown(seconds=seconds)
-        clean = self._summarise()
+        clean, before = self._summarise(), self._clean_before(NEAR * seconds)
         return Slowdown(
-            growth=(each * sum(clean.logs(disturbed)) - steps * (clean.log + clean.trend)) / clean.inside,
-            steps=steps - (late_seconds / last if last > 0.0 else 0.0),
-            variance=steps * (clean.deviation / clean.inside) ** 2,
-            clean=new,
+            growth=each * clean.growth(disturbed),
+            count=steps,
+            steps=(steps - (late_seconds / last if last > 0.0 else 0.0)) * clean.inside(before or disturbed),
+            clean_growth=clean.growth(before),
+            clean=len(before),
+            variance=steps * clean.deviation**2,
             seconds=seconds,
             slow=round(each * sum([seconds > clean.high for seconds in disturbed])),
             slow_expected=steps * clean.slow,
             slow_seconds=each * clean.beyond(disturbed) - steps * clean.excess,
         )
+
+    def _clean_before(self, seconds: float) -> list[float]:
+        """The clean steps of so long a time, newest first, but for the newest: intervals end in long steps."""
+        found = []
+        for step in itertools.islice(reversed(self.clean), 1, None):
+            if seconds <= 0.0:
+                break
+            found.append(step)
+            seconds -= step
+        return found
 
     def _summarise(self) -> _Summary:
         """Statistics of the clean steps, computed again only when there are new ones (the newest has changed)."""
@@ -323,10 +343,8 @@ class _Summary(NamedTuple):
         mean: of the steps.
         low, high: what their logarithms are cut at.
         log, deviation: of the logarithms.
-        inside: the share of steps that is not cut.
         excess: what steps take beyond `high` on average.
         slow: the share of them that do.
-        trend: how much longer the newest are than `log`, where the steps get longer or shorter steadily.
     """
 
     mean: float
@@ -334,10 +352,8 @@ class _Summary(NamedTuple):
     high: float
     log: float
     deviation: float = 0.0
-    inside: float = 1.0
     excess: float = 0.0
     slow: float = 0.0
-    trend: float = 0.0
 
     @classmethod
     def of(cls, values: list[float]) -> _Summary:
@@ -347,22 +363,16 @@ class _Summary(NamedTuple):
             return cls(values[0], low, high, math.log(max(values[0], low)))
         made = cls(fmean(values), low, high, 0.0)
         logs = made.logs(values)
-        deviation = stdev(logs)
-        half = len(logs) // 2
-        # The difference of the means of two halves has twice the deviation of the mean of all.
-        trend = fmean(logs[-half:]) - fmean(logs[:half])
-        if abs(trend) < 3.0 * 2.0 * deviation / math.sqrt(len(logs)):
-            trend = 0.0
         slow = sum([value > high for value in values]) / len(values)
-        inside = 1.0 - slow - sum([value < low for value in values]) / len(values)
-        return made._replace(
-            log=fmean(logs),
-            deviation=deviation,
-            inside=inside,
-            excess=made.beyond(values) / len(values),
-            slow=slow,
-            trend=trend,
-        )
+        return cls(made.mean, low, high, fmean(logs), stdev(logs), made.beyond(values) / len(values), slow)
+
+    def growth(self, values: Sequence[float]) -> float:
+        """By how much their logarithms are above the mean of clean ones, together."""
+        return sum(self.logs(values)) - len(values) * self.log
+
+    def inside(self, values: Sequence[float]) -> float:
+        """The share of them that is not cut."""
+        return sum([self.low <= value <= self.high for value in values]) / len(values)
 
     def logs(self, values: Iterable[float]) -> list[float]:
         """Their logarithms, none below that of `low` or above that of `high`."""
@@ -417,7 +427,7 @@ class CostMeter:
         self._recent.append(slowdown)
         self._all = Slowdown.of_all((self._all, slowdown))
         if slowdown.steps > 0.0:
-            self._factors.add(slowdown.growth / slowdown.steps, slowdown.factor_error)
+            self._factors.add(slowdown.factor, slowdown.factor_error)
         self._active.add(slowdown.seconds)
         self._slow_seconds += self._slow.add(slowdown)
         late = Slowdown.of_all(list(self._recent)[-max(1, self._factors.kept) :])

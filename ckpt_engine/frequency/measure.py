@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ BASELINE_ERROR = 0.25
 # part of a lower quartile as quick for one.
 SLOW_STEP = 2.0
 TICK_SECONDS = 1e-9
-# Clean steps of so many times the time that a snapshot is on its way are compared with those next to it: few enough to
-# be of the same epoch, and enough that their jitter adds a tenth to that of the others.
-NEAR = 4.0
+# So many times the time that a snapshot is on its way is what clean steps count before and after it: few enough to be of
+# the same epoch, and enough that their jitter adds a tenth to that of the others.
+NEAR = 2.0
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
@@ -112,7 +112,7 @@ class Slowdown(NamedTuple):
         growth: of the logarithms of their times over the usual one; slow steps count up to the limit of `StepTimes`.
         count: of these steps.
         steps: of them, those whose time is not cut; one during part of which a snapshot was on its way is that part.
-        clean_growth, clean: as `growth` and `count`, of clean steps right before these.
+        clean_growth, clean: as `growth` and `count`, of clean steps right before these, and after those before.
         variance: of `growth`, from the jitter of steps.
         seconds: that snapshots were on their way while training went on.
         slow: steps beyond that limit.
@@ -217,33 +217,57 @@ class SlowSteps:
 class StepTimes:
     """Step times of the recent past, clean ones apart from those disturbed by a snapshot.
 
-    `clean` is a plain deque so that the training thread can append to it directly at each step.
+    `add_clean` is the method of a plain deque most of the time, so that a step costs little.
 
     CheckFreq's `Tx = sum(max(0, t_j - Ti))` (FAST 2021, section 4.3) is only right without jitter, and signed
     differences of sums say little where steps have heavy tails: one long step is more than all slowdown. What a
     snapshot slows down is a factor, so that the mean *logarithm* of disturbed steps is compared with that of clean ones,
-    cut in both tails. A snapshot lasts until a given time, and so do its steps: those next to it are fewer the longer
-    they are. Sums over several snapshots have no bias from that (Wald 1944), the ratio of each one has.
+    cut in both tails. A snapshot lasts until a given time, so that the steps next to it are fewer the longer they are:
+    sums over several snapshots have no bias from that (Wald 1944), the ratio of each one has. Clean steps count before and
+    after it, for a given time as well: in slow and quick phases as many of both kinds of steps are met then.
 
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
+        warm_up: so many steps are not measured.
+
+    Attributes:
+        add_clean: takes the time of a step during which there was no snapshot.
     """
 
-    def __init__(self, prior: float | None = None) -> None:
+    def __init__(self, prior: float | None = None, warm_up: int = 0) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
         self.prior = prior
+        self._warm_up = warm_up
+        self.add_clean: Callable[[float], None] = self._add_warm_up if warm_up else self.clean.append
+        self._after: list[float] = []
+        self._after_seconds = 0.0
         self._busy: deque[float] = deque(maxlen=SHIFT_WINDOW)
         self._disturbed: deque[float] = deque(maxlen=8 * CLEAN_WINDOW)
         self._disturbed_steps = 0
         self._summary = _Summary.of([0.0])
         self._summary_of: tuple[int, float] = (0, 0.0)
         self._shift_seen = self._summary_of
+        self._after_of = self._summary
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
         self._disturbed.append(seconds)
         self._disturbed_steps += 1
         self._busy.append(seconds)
+
+    def _add_warm_up(self, _seconds: float) -> None:
+        """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
+        self._warm_up -= 1
+        if self._warm_up <= 0:
+            self.add_clean = self.clean.append
+
+    def _add_after(self, seconds: float) -> None:
+        """A clean step soon after a snapshot."""
+        self.clean.append(seconds)
+        self._after.append(seconds)
+        self._after_seconds -= seconds
+        if self._after_seconds <= 0.0 or len(self._after) == CLEAN_WINDOW:
+            self.add_clean = self.clean.append
 
     @property
     def known(self) -> bool:
@@ -292,12 +316,16 @@ class StepTimes:
         if not self.known:
             return Slowdown(seconds=seconds)
         clean, before = self._summarise(), self._clean_before(NEAR * seconds)
+        after, after_of = self._after, self._after_of
+        if self._warm_up <= 0:
+            self._after, self._after_of = [], clean
+            self._after_seconds, self.add_clean = NEAR * seconds, self._add_after
         return Slowdown(
             growth=each * clean.growth(disturbed),
             count=steps,
             steps=(steps - (late_seconds / last if last > 0.0 else 0.0)) * clean.inside(before or disturbed),
-            clean_growth=clean.growth(before),
-            clean=len(before),
+            clean_growth=after_of.growth(after) + clean.growth(before),
+            clean=len(after) + len(before),
             variance=steps * clean.deviation**2,
             seconds=seconds,
             slow=round(each * sum([seconds > clean.high for seconds in disturbed])),

@@ -282,8 +282,8 @@ class StepTimes:
 
     @property
     def uneven(self) -> bool:
-        """Whether some clean steps are slow for reasons of their own."""
-        return self._summarise().slow > 0.0
+        """Whether some clean steps are slow or quick for reasons of their own."""
+        return len(self.clean) >= ENOUGH_STEPS and self._summarise().inside(self.clean) < 1.0
 
     def step_seconds(self) -> float:
         """The mean clean step time, of the newest steps after a shift; 0.0 while unknown.
@@ -398,7 +398,7 @@ class _Summary(NamedTuple):
         """By how much their logarithms are above the mean of clean ones, together."""
         return sum(self.logs(values)) - len(values) * self.log
 
-    def inside(self, values: Sequence[float]) -> float:
+    def inside(self, values: Sequence[float] | deque[float]) -> float:
         """The share of them that is not cut."""
         return sum([self.low <= value <= self.high for value in values]) / len(values)
 
@@ -440,8 +440,8 @@ class CostMeter:
     @property
     def slowdown_of_all(self) -> tuple[float, float]:
         """Seconds by which all snapshots so far have made steps longer together, and the standard error of that."""
-        seconds = self._all.seconds
-        return seconds * self._all.share + self._slow_seconds, seconds * self._all.factor_error
+        seconds, slow = self._all.seconds, self._slow_seconds
+        return slow + self._all.share * max(0.0, seconds - slow), seconds * self._all.factor_error
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
         """What one snapshot took from training, whether or not it became durable.
@@ -459,7 +459,8 @@ class CostMeter:
         self._active.add(slowdown.seconds)
         self._slow_seconds += self._slow.add(slowdown)
         late = Slowdown.of_all(list(self._recent)[-max(1, self._factors.kept) :])
-        self.slowdown_seconds = late.share * self._active.value + self._slow.seconds
+        slow = self._slow.seconds
+        self.slowdown_seconds = slow + late.share * max(0.0, self._active.value - slow)
         return self.slowdown_of_all[0] - before
 
     def add_durable(self, latency_seconds: float, busy_seconds: float, written_bytes: float) -> None:

@@ -221,7 +221,9 @@ class Cadence:
         self._paused += stall + wait
         self._account.paused_seconds += stall + wait
         self._held_back |= wait > 0.0
-        self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
+        quiet = 0 if self._disturbed else step - self._quiet_step
+        self._adaptive.window_began(quiet)
+        self._steps.new += quiet
         self._in_flight.append(TakenSnapshot(step, now - stall, stall))
         self._disturbed = True
         self._pending = self._obstacle = None

@@ -31,6 +31,8 @@ TICK_SECONDS = 1e-9
 # So many times the time that a snapshot is on its way is what clean steps count before and after it: few enough to be of
 # the same epoch, and enough that their jitter adds a tenth to that of the others.
 NEAR = 2.0
+# Of a slowdown that decides how often: what is believed is paid for.
+DOUBT = 3.0
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
@@ -148,15 +150,17 @@ class Slowdown(NamedTuple):
         known = self.variance * (1.0 + self.count / max(1.0, self.clean))
         return math.sqrt(known) / self.steps if self.steps > 0.0 else 0.0
 
-    @property
-    def share(self) -> float:
+    def share(self, doubt: float) -> float:
         """The part of `seconds` that training has lost.
 
         What chance explains is none, and what is far above it counts in full: the positive-part estimator of James and
         Stein (1961). What it takes away vanishes with the number of snapshots.
+
+        Args:
+            doubt: so many variances.
         """
         factor = self.factor
-        return -math.expm1(min(0.0, self.factor_error**2 / factor - factor)) if factor > 0.0 else 0.0
+        return -math.expm1(min(0.0, doubt * self.factor_error**2 / factor - factor)) if factor > 0.0 else 0.0
 
 
 class SlowSteps:
@@ -179,16 +183,13 @@ class SlowSteps:
         self.seconds = 0.0
         """Per snapshot; 0.0 where chance explains what was seen."""
 
-    def add(self, slowdown: Slowdown) -> float:
-        """Seconds to charge: when it is first believed, also for the snapshots that have shown it."""
+    def add(self, slowdown: Slowdown) -> None:
         self._recent.append(slowdown)
-        before, self.seconds = self.seconds, self._believed()
-        charge = self.seconds if before > 0.0 else self.seconds * len(self._recent)
+        self.seconds = self._believed()
         newest = list(self._recent)[-self.LEAST :]
         if self.seconds > 0.0 and all(one.slow <= one.slow_expected for one in newest):
             self._recent = deque(newest, maxlen=self.WINDOW)
             self.seconds = self._believed()
-        return charge
 
     def _believed(self) -> float:
         count = len(self._recent)
@@ -232,12 +233,13 @@ class StepTimes:
 
     Attributes:
         add_clean: takes the time of a step during which there was no snapshot.
+        new: so many were added since the last slowdown was taken.
     """
 
     def __init__(self, prior: float | None = None, warm_up: int = 0) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
         self.prior = prior
-        self._warm_up = warm_up
+        self._warm_up, self.new = warm_up, 0
         self.add_clean: Callable[[float], None] = self._add_warm_up if warm_up else self.clean.append
         self._after: list[float] = []
         self._after_seconds = 0.0
@@ -317,6 +319,7 @@ class StepTimes:
             return Slowdown(seconds=seconds)
         clean, before = self._summarise(), self._clean_before(NEAR * seconds)
         after, after_of = self._after, self._after_of
+        self.new = 0
         if self._warm_up <= 0:
             self._after, self._after_of = [], clean
             self._after_seconds, self.add_clean = NEAR * seconds, self._add_after
@@ -334,9 +337,10 @@ class StepTimes:
         )
 
     def _clean_before(self, seconds: float) -> list[float]:
-        """The clean steps of so long a time, newest first, but for the newest: intervals end in long steps."""
+        """Clean steps of so long a time that were not counted yet, newest first, but for the newest: intervals end in long
+        steps."""
         found = []
-        for step in itertools.islice(reversed(self.clean), 1, None):
+        for step in itertools.islice(reversed(self.clean), 1, max(1, self.new - len(self._after))):
             if seconds <= 0.0:
                 break
             found.append(step)
@@ -396,7 +400,7 @@ class _Summary(NamedTuple):
 
     def growth(self, values: Sequence[float]) -> float:
         """By how much their logarithms are above the mean of clean ones, together."""
-        return sum(self.logs(values)) - len(values) * self.log
+        return sum([one - self.log for one in self.logs(values)])
 
     def inside(self, values: Sequence[float] | deque[float]) -> float:
         """The share of them that is not cut."""
@@ -441,7 +445,7 @@ class CostMeter:
     def slowdown_of_all(self) -> tuple[float, float]:
         """Seconds by which all snapshots so far have made steps longer together, and the standard error of that."""
         seconds, slow = self._all.seconds, self._slow_seconds
-        return slow + self._all.share * max(0.0, seconds - slow), seconds * self._all.factor_error
+        return slow + self._all.share(1.0) * max(0.0, seconds - slow), seconds * self._all.factor_error
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
         """What one snapshot took from training, whether or not it became durable.
@@ -457,10 +461,11 @@ class CostMeter:
         if slowdown.steps > 0.0:
             self._factors.add(slowdown.factor, slowdown.factor_error)
         self._active.add(slowdown.seconds)
-        self._slow_seconds += self._slow.add(slowdown)
-        late = Slowdown.of_all(list(self._recent)[-max(1, self._factors.kept) :])
+        self._slow.add(slowdown)
         slow = self._slow.seconds
-        self.slowdown_seconds = slow + late.share * max(0.0, self._active.value - slow)
+        self._slow_seconds += slow
+        late = Slowdown.of_all(list(self._recent)[-max(1, self._factors.kept) :])
+        self.slowdown_seconds = slow + late.share(DOUBT) * max(0.0, self._active.value - slow)
         return self.slowdown_of_all[0] - before
 
     def add_durable(self, latency_seconds: float, busy_seconds: float, written_bytes: float) -> None:

@@ -116,6 +116,8 @@ class Slowdown(NamedTuple):
         steps: of them, those whose time is not cut; one during part of which a snapshot was on its way is that part.
         clean_growth, clean: as `growth` and `count`, of clean steps right before these, and after those before.
         variance: of `growth`, from the jitter of steps.
+        squares: of `growth` over that of clean steps.
+        snapshots: so many.
         seconds: that snapshots were on their way while training went on.
         slow: steps beyond that limit.
         slow_expected: how many of as many clean steps are.
@@ -128,6 +130,8 @@ class Slowdown(NamedTuple):
     clean_growth: float = 0.0
     clean: float = 0.0
     variance: float = 0.0
+    squares: float = 0.0
+    snapshots: int = 0
     seconds: float = 0.0
     slow: int = 0
     slow_expected: float = 0.0
@@ -139,16 +143,21 @@ class Slowdown(NamedTuple):
         return cls(*map(sum, zip(*several, strict=True)))  # type: ignore[arg-type]
 
     @property
+    def surplus(self) -> float:
+        """`growth` over that of as many clean steps."""
+        return self.growth - self.count * self.clean_growth / max(1.0, self.clean)
+
+    @property
     def factor(self) -> float:
         """The logarithm of the factor by which steps were longer while a snapshot was on its way."""
-        usual = self.clean_growth / max(1.0, self.clean)
-        return (self.growth - self.count * usual) / self.steps if self.steps > 0.0 else 0.0
+        return self.surplus / self.steps if self.steps > 0.0 else 0.0
 
     @property
     def factor_error(self) -> float:
-        """One standard deviation of `factor`: both kinds of steps have jitter."""
-        known = self.variance * (1.0 + self.count / max(1.0, self.clean))
-        return math.sqrt(known) / self.steps if self.steps > 0.0 else 0.0
+        """One standard deviation of `factor`: that of both kinds of steps, or of snapshots, which epochs are in too."""
+        jitter = self.variance * (1.0 + self.count / max(1.0, self.clean))
+        spread = self.squares - self.surplus**2 / max(1, self.snapshots)
+        return math.sqrt(max(jitter, spread)) / self.steps if self.steps > 0.0 else 0.0
 
     def share(self, doubt: float) -> float:
         """The part of `seconds` that training has lost.
@@ -323,7 +332,7 @@ class StepTimes:
         if self._warm_up <= 0:
             self._after, self._after_of = [], clean
             self._after_seconds, self.add_clean = NEAR * seconds, self._add_after
-        return Slowdown(
+        found = Slowdown(
             growth=each * clean.growth(disturbed),
             count=steps,
             steps=(steps - (late_seconds / last if last > 0.0 else 0.0)) * clean.inside(before or disturbed),
@@ -335,6 +344,7 @@ class StepTimes:
             slow_expected=steps * clean.slow,
             slow_seconds=each * clean.beyond(disturbed) - steps * clean.excess,
         )
+        return found._replace(squares=found.surplus**2, snapshots=1)
 
     def _clean_before(self, seconds: float) -> list[float]:
         """Clean steps of so long a time that were not counted yet, newest first, but for the newest: intervals end in long

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
@@ -77,8 +78,8 @@ class Found(NamedTuple):
     """Of one run; all but the number of snapshots in points.
 
     Args:
-        unknowable: the standard error of a slowdown estimated by somebody who knows how long steps are without
-            snapshots in all the run but not those next to each snapshot, from steps cut in their tails.
+        unknowable: the standard error that chance gives a slowdown where the distribution of steps without snapshots is
+            known, and which steps are next to one: from the logarithms of steps, cut in their tails.
         worst: of six hours.
     """
 
@@ -110,10 +111,17 @@ def run(world: str, slowdown: float, seed: int, snapshots: int = SNAPSHOTS) -> F
 def _unknowable(training: Observed) -> float:
     low, high = quantile(training.times, 0.25) / 2.0, 2.0 * quantile(training.times, 0.75)
     logs = [math.log(min(max(one, low), high)) for one in training.times]
-    inside = fmean(low <= one <= high for one in training.times)
-    seconds = PERSIST * len(training.taken)
-    steps = seconds * len(training.times) / training.elapsed
-    return pstdev(logs) / inside / math.sqrt(steps) * seconds / training.clean_seconds
+    usual, inside = fmean(logs), fmean(low <= one <= high for one in training.times)
+    sums, left = [0.0], PERSIST
+    for seconds, log in zip(training.times, logs, strict=True):
+        sums[-1] += log - usual
+        left -= seconds
+        if left <= 0.0:
+            sums.append(0.0)
+            left = PERSIST
+    spread = math.sqrt(fmean((a - b) ** 2 for a, b in itertools.pairwise(sums[:-1])) / 2.0)
+    steps = len(logs) / len(sums)
+    return spread / (steps * inside) * math.sqrt(len(training.taken)) * PERSIST / training.clean_seconds
 
 
 def is_true(world: str, slowdown: float, seed: int) -> None:

@@ -22,17 +22,17 @@ ENOUGH_STEPS = 5
 SHIFT_WINDOW = 16
 SHIFT = 0.25
 STALE = 0.10
-# What the baseline of the slowdown may be wrong by, as a share of the budget.
 BASELINE_ERROR = 0.25
-# Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own, and shorter than that
-# part of a lower quartile as quick for one.
+"""What the baseline of the slowdown may be wrong by, as a share of the budget."""
 SLOW_STEP = 2.0
+"""Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own, and shorter than
+that part of a lower quartile as quick for one."""
 TICK_SECONDS = 1e-9
-# So many times the time that a snapshot is on its way is what clean steps count before and after it: few enough to be of
-# the same epoch, and enough that their jitter adds a tenth to that of the others.
 NEAR = 2.0
-# Of a slowdown that decides how often: what is believed is paid for.
+"""Clean steps count before and after a snapshot for so many times its time: few enough to be of the same epoch, and
+enough that their jitter adds a tenth to that of the others."""
 DOUBT = 3.0
+"""Of a slowdown that decides how often: what is believed is paid for."""
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
@@ -112,9 +112,9 @@ class Slowdown(NamedTuple):
 
     Args:
         growth: of the logarithms of their times over the usual one; slow steps count up to the limit of `StepTimes`.
-        count: of these steps.
+        number: of these steps.
         steps: of them, those whose time is not cut; one during part of which a snapshot was on its way is that part.
-        clean_growth, clean: as `growth` and `count`, of clean steps right before these, and after those before.
+        clean_growth, clean: as `growth` and `number`, of clean steps right before these, and after those before.
         variance: of `growth`, from the jitter of steps.
         squares: of `growth` over that of clean steps.
         snapshots: so many.
@@ -125,7 +125,7 @@ class Slowdown(NamedTuple):
     """
 
     growth: float = 0.0
-    count: float = 0.0
+    number: float = 0.0
     steps: float = 0.0
     clean_growth: float = 0.0
     clean: float = 0.0
@@ -140,12 +140,12 @@ class Slowdown(NamedTuple):
     @classmethod
     def of_all(cls, several: Iterable[Slowdown]) -> Slowdown:
         """The sum."""
-        return cls(*map(sum, zip(*several, strict=True)))  # type: ignore[arg-type]
+        return cls(*map(sum, zip(*several, strict=True)))
 
     @property
     def surplus(self) -> float:
         """`growth` over that of as many clean steps."""
-        return self.growth - self.count * self.clean_growth / max(1.0, self.clean)
+        return self.growth - self.number * self.clean_growth / max(1.0, self.clean)
 
     @property
     def factor(self) -> float:
@@ -155,7 +155,7 @@ class Slowdown(NamedTuple):
     @property
     def factor_error(self) -> float:
         """One standard deviation of `factor`: that of both kinds of steps, or of snapshots, which epochs are in too."""
-        jitter = self.variance * (1.0 + self.count / max(1.0, self.clean))
+        jitter = self.variance * (1.0 + self.number / max(1.0, self.clean))
         spread = self.squares - self.surplus**2 / max(1, self.snapshots)
         return math.sqrt(max(jitter, spread)) / self.steps if self.steps > 0.0 else 0.0
 
@@ -230,11 +230,11 @@ class StepTimes:
     `add_clean` is the method of a plain deque most of the time, so that a step costs little.
 
     CheckFreq's `Tx = sum(max(0, t_j - Ti))` (FAST 2021, section 4.3) is only right without jitter, and signed
-    differences of sums say little where steps have heavy tails: one long step is more than all slowdown. What a
-    snapshot slows down is a factor, so that the mean *logarithm* of disturbed steps is compared with that of clean ones,
-    cut in both tails. A snapshot lasts until a given time, so that the steps next to it are fewer the longer they are:
-    sums over several snapshots have no bias from that (Wald 1944), the ratio of each one has. Clean steps count before and
-    after it, for a given time as well: in slow and quick phases as many of both kinds of steps are met then.
+    differences of sums say little where steps have heavy tails: one long step is more than all slowdown. A slowdown
+    is a factor, so that the mean *logarithm* of disturbed steps is compared with that of clean ones, cut in both tails.
+    A snapshot lasts until a given time, so that the steps next to it are fewer the longer they are: sums over several
+    snapshots have no bias from that (Wald 1944), the ratio of each one has. Clean steps count before and after it, for
+    a given time as well: in slow and quick phases as many of both kinds of steps are met then.
 
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
@@ -247,18 +247,13 @@ class StepTimes:
 
     def __init__(self, prior: float | None = None, warm_up: int = 0) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
-        self.prior = prior
-        self._warm_up, self.new = warm_up, 0
+        self.prior, self._warm_up = prior, warm_up
         self.add_clean: Callable[[float], None] = self._add_warm_up if warm_up else self.clean.append
-        self._after: list[float] = []
-        self._after_seconds = 0.0
-        self._busy: deque[float] = deque(maxlen=SHIFT_WINDOW)
-        self._disturbed: deque[float] = deque(maxlen=8 * CLEAN_WINDOW)
-        self._disturbed_steps = 0
-        self._summary = _Summary.of([0.0])
-        self._summary_of: tuple[int, float] = (0, 0.0)
-        self._shift_seen = self._summary_of
-        self._after_of = self._summary
+        self.new = self._disturbed_steps = 0
+        self._busy, self._disturbed = deque[float](maxlen=SHIFT_WINDOW), deque[float](maxlen=8 * CLEAN_WINDOW)
+        self._summary = self._after_of = _Summary.of([0.0])
+        self._summary_of = self._shift_seen = (0, 0.0)
+        self._after, self._after_seconds = list[float](), 0.0
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
@@ -318,23 +313,22 @@ class StepTimes:
         """
         disturbed, steps = list(self._disturbed), self._disturbed_steps
         self._disturbed.clear()
-        self._disturbed_steps = 0
         if steps == 0:
             return Slowdown()
         each, last = steps / len(disturbed), disturbed[-1]
         late_seconds = min(late_seconds, last)
         seconds = each * sum(disturbed) - late_seconds
         if not self.known:
+            self._disturbed_steps = 0
             return Slowdown(seconds=seconds)
         clean, before = self._summarise(), self._clean_before(NEAR * seconds)
         after, after_of = self._after, self._after_of
-        self.new = 0
-        if self._warm_up <= 0:
-            self._after, self._after_of = [], clean
-            self._after_seconds, self.add_clean = NEAR * seconds, self._add_after
+        self._disturbed_steps = self.new = 0
+        self._after, self._after_of, self._after_seconds = [], clean, NEAR * seconds
+        self.add_clean = self._add_after
         found = Slowdown(
             growth=each * clean.growth(disturbed),
-            count=steps,
+            number=steps,
             steps=(steps - (late_seconds / last if last > 0.0 else 0.0)) * clean.inside(before or disturbed),
             clean_growth=after_of.growth(after) + clean.growth(before),
             clean=len(after) + len(before),
@@ -347,8 +341,10 @@ class StepTimes:
         return found._replace(squares=found.surplus**2, snapshots=1)
 
     def _clean_before(self, seconds: float) -> list[float]:
-        """Clean steps of so long a time that were not counted yet, newest first, but for the newest: intervals end in long
-        steps."""
+        """Clean steps of so long a time that do not count yet, newest first.
+
+        The newest is left out: intervals end in long ones.
+        """
         found = []
         for step in itertools.islice(reversed(self.clean), 1, max(1, self.new - len(self._after))):
             if seconds <= 0.0:
@@ -437,14 +433,11 @@ class CostMeter:
         self._stall, self._outliers = RobustBaseline(), Outliers()
         self._factors, self._active = RobustBaseline(), RobustBaseline()
         self._recent: deque[Slowdown] = deque(maxlen=RobustBaseline.WINDOW)
-        self._all = Slowdown()
-        self._slow = SlowSteps()
-        self._slow_seconds = 0.0
+        self._all, self._slow = Slowdown(), SlowSteps()
+        self._slow_seconds = self._written = 0.0
         self.slowdown_seconds = 0.0
         """What snapshots slow down the steps next to them, each, of late."""
-        self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
-        self._busy: deque[float] = deque(maxlen=LATENCY_WINDOW)
-        self._written = 0.0
+        self._latencies, self._busy = deque[float](maxlen=LATENCY_WINDOW), deque[float](maxlen=LATENCY_WINDOW)
 
     @property
     def known(self) -> bool:

@@ -382,6 +382,7 @@ def job_from_json(data: Mapping[str, Any]) -> PersistJob:
         **{
             **data,
             "lacked": tuple(data["lacked"]),
+            "damaged": tuple(data["damaged"]),
             "line": line_from_json(data["line"]),
             "marks": tuple(GroupMark(*one) for one in data["marks"]),
         }

@@ -21,7 +21,9 @@ def duration(seconds: float) -> str:
     for from_seconds, unit_seconds, unit in _DURATIONS:
         if seconds >= from_seconds:
             return f"{_digits(seconds / unit_seconds)} {unit}"
-    return "0 s" if seconds < 0.00005 else f"{_digits(seconds * 1e3)} ms"
+    if seconds < 0.00005:
+        return "0 s"
+    return f"{_digits(seconds * 1e3)} ms"
 
 
 def age(created: float, now: float | None = None) -> str:

@@ -367,8 +367,10 @@ class Restorer:
         """The manifests that were read since then."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
-        self._begins_elsewhere = self._mute = False
-        """What was found last is of another run; its writer does not answer."""
+        self._mute = False
+        """The writer of an earlier trainer does not answer."""
+        self._begins_elsewhere = False
+        """What was found last is of another run."""
         self.changes, self.line_note = UNCHANGED, note_of(config.resume) if config.resume is not None else {}
         """Of the snapshot that was loaded last; and the note of each snapshot from here on."""
 

@@ -118,7 +118,7 @@ class Pipeline:
         what goes wrong is raised by the first call after that. After a writer was lost the next one is not waited for.
 
         Args:
-            waits: False: the caller waits for it, see `Handover.refusal`.
+            waits: False: the caller waits, by `Handover.refusal`.
 
         Raises:
             LeaseHeldError, StorageError, WriterError, StateError
@@ -269,7 +269,7 @@ class Pipeline:
                 self.slots.discard(slot.index)
             raise
         if copies_first:
-            if (refused := self._writer.refusal()) is not None:
+            if (refused := self._writer.refusal(self._emit)) is not None:
                 self._writer = None
                 self._in_flight.drop(self._jobs)
                 self.slots.discard(slot.index)

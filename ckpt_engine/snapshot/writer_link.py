@@ -38,6 +38,7 @@ Failed = Callable[[CkptError], object]
 LEASE_WAIT_SECONDS = 60.0
 DRAIN_SECONDS = 600.0
 """How long a writer whose trainer is gone, or waits no more, may go on."""
+SAID_AFTER_SECONDS = 0.1
 REUNION_WAIT_SECONDS = 240.0
 """Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
 
@@ -124,9 +125,15 @@ class Handover:
         messages, self._messages = self._messages, []
         return [*messages, *(self.client.poll() if self.client is not None else ())]
 
-    def refusal(self) -> BaseException | None:
-        """Why it cannot start, once that is known; None: it has started."""
-        return None if self._coming is None else self._coming.exception()
+    def refusal(self, emit: Callable[[Event], None]) -> BaseException | None:
+        """Why it cannot start, once that is known; None: it has started. `emit` hears at once what it says."""
+        coming = self._coming
+        if coming is None:
+            return None
+        while not coming.wait(SAID_AFTER_SECONDS):
+            while coming.events:
+                emit(coming.events.pop(0))
+        return coming.exception()
 
     @property
     def flushed(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import LeaseHeldError, StateError
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import COLD_CHUNK_BYTES, CopyTasks, chunks_of
@@ -341,3 +342,26 @@ def test_the_first_writer_starts_while_the_first_snapshot_is_copied(
             ckpt.save(big_state(), step=1)
         assert not ckpt.engine._pipeline.started and not ckpt.engine._pipeline.slots.known()
         assert ckpt.save(big_state(), step=2).wait(WAIT_SECONDS)
+
+
+def test_what_the_first_writer_waits_for_is_said_while_it_waits(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here another process has the lease until the notice of that is heard."""
+    said, open_writer = threading.Event(), Engine._open_writer
+
+    def waits(self: Engine, memory: bool, emit: Callable[[Event], None]) -> Any:
+        emit(Notice("INFO", "waiting for the lease"))
+        assert said.wait(WAIT_SECONDS), "`save` is silent while it waits"
+        return open_writer(self, memory, emit)
+
+    class Ears:
+        def emit(self, event: Event) -> None:
+            if isinstance(event, Notice) and "the lease" in event.message:
+                said.set()
+
+    monkeypatch.setattr(Engine, "_open_writer", waits)
+    monkeypatch.setattr("tests.snapshot.test_stage.WAIT_SECONDS", 20.0)
+    with Checkpointer(tmp_path, writer="thread") as ckpt:
+        ckpt.engine.events = Ears()
+        assert ckpt.save(big_state(), step=1).wait(WAIT_SECONDS)

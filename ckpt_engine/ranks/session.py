@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ckpt_engine.config import Config
 from ckpt_engine.copy.job import ErrorRecord, RankConfig
@@ -262,8 +262,7 @@ class Session:
             answer = hear(store, key, timeout)
             if "error" in answer:
                 raise ErrorRecord(**answer["error"]).exception()
-            found: T = answer["value"]
-            return found
+            return cast("T", answer["value"])
         try:
             value = make()
             say(store, key, {"value": value})
@@ -290,9 +289,8 @@ class Session:
         self._meetings += 1
         key, store = f"met/{self._meetings}", self.ranks.store
         failure: Exception | None = None
-        mine: dict[str, Any]
         try:
-            mine = {"value": make()}
+            mine: dict[str, Any] = {"value": make()}
         except Exception as err:  # noqa: BLE001 - no rank may wait for this one in vain; raised below
             failure, mine = err, {"error": asdict(ErrorRecord.of(err))}
         if not self.coordinates:

@@ -39,7 +39,6 @@ TRANSFORMERS_NAMES: tuple[PrivateName, ...] = (
 """Those that all supported versions have; `tests/accelerate/test_transformers_compat.py` has a test for each."""
 
 _MODULE: Any = transformers.trainer
-_DATED = "runs"
 _RUN_VARIABLES = {
     "MLflowCallback": {"MLFLOW_RUN_ID": "{run}"},
     "WandbCallback": {"WANDB_RUN_ID": "{run}", "WANDB_RESUME": "allow"},
@@ -55,7 +54,7 @@ _COUNTS = "_init_training_state"  # 5.0 and later; a part of the loop before
 def _curve_of(callback: Any) -> WriterCurve | TrackedRun | None:
     if type(callback) is TensorBoardCallback and is_known(callback.tb_writer):
         folder = Path(callback.tb_writer.log_dir)
-        dated = folder.parent.name == _DATED  # transformers makes one for each start, unless the user names it
+        dated = folder.parent.name == "runs"  # transformers makes one for each start, unless the user names it
         return WriterCurve("TensorBoardCallback", callback.tb_writer, folder.parent if dated else folder)
     if type(callback) is MLflowCallback and (run := (mlflow := sys.modules["mlflow"]).active_run()) is not None:
         scheme, _, path = run.info.artifact_uri.rpartition("://")

@@ -438,9 +438,9 @@ class LightningInternals(DataInternals):
     def begin_epoch_again(self) -> None:
         """No batch of the current epoch counts any more."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        for progress in (epoch_loop.batch_progress, epoch_loop.scheduler_progress):
+        steps = epoch_loop.automatic_optimization.optim_progress
+        for progress in (epoch_loop.batch_progress, epoch_loop.scheduler_progress, steps):
             progress.reset_on_run()
-        epoch_loop.automatic_optimization.optim_progress.reset_on_run()
         if hasattr(epoch_loop, "reset_restart_stage"):  # else it would count a batch as completed
             epoch_loop.reset_restart_stage()
 
@@ -538,8 +538,7 @@ def defer_sigterm(connector: Any, deferred: Callable[[], bool]) -> Callable[[], 
 
         @property
         def received_sigterm(self) -> bool:
-            received = bool(self.__dict__["received_sigterm"])
-            return received and not (deferred() and _a_loop_asks())
+            return bool(self.__dict__["received_sigterm"]) and not (deferred() and _a_loop_asks())
 
         @received_sigterm.setter
         def received_sigterm(self, received: bool) -> None:

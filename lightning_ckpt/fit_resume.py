@@ -88,8 +88,9 @@ class FitResume(TrainerResume):
         return base if number in ("", "0") else f"{base}_{number}"
 
     @property
-    def _rollbacks(self) -> Any:
-        return None if self._run is None else self._run.rollbacks
+    def _back(self) -> Any:
+        """Where the run goes back to because it has diverged, or None."""
+        return self._run.rollbacks.back if self._run is not None and self._run.rollbacks is not None else None
 
     # ---- choosing
 
@@ -127,12 +128,12 @@ class FitResume(TrainerResume):
             self._announce(f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}")
             original(None, *args, **kwargs)
         else:
-            if self._rollbacks is not None:
-                self._rollbacks.pending(candidate.info.id)
+            if self._run is not None and self._run.rollbacks is not None:
+                self._run.rollbacks.pending(candidate.info.id)
             self._load()
 
     def _load(self) -> None:
-        back = None if self._rollbacks is None else self._rollbacks.back
+        back = self._back
         model, live = sharded.model_of(self._trainer), sharded.live_of(self._trainer)
         step = None if back is None else back.step
         state = self._engine.load(step, live=live, check=self._fits, back=back is not None)
@@ -296,14 +297,12 @@ class FitResume(TrainerResume):
     @property
     def skip_batches(self) -> int:
         """Batches to leave out from here on, because the run has diverged in them."""
-        back = None if self._rollbacks is None else self._rollbacks.back
-        return 0 if back is None or self._internals.user_fetches else back.skip_batches
+        return 0 if self._back is None or self._internals.user_fetches else int(self._back.skip_batches)
 
     @property
     @override
     def _other_way(self) -> str:
-        back = None if self._rollbacks is None else self._rollbacks.back
-        return "" if back is None or not self.skip_batches else back.text()
+        return str(self._back.text()) if self.skip_batches else ""
 
     @property
     def finished(self) -> bool:
@@ -356,7 +355,7 @@ class FitResume(TrainerResume):
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
         self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
-        if self._rollbacks is None or self._rollbacks.back is None:
+        if self._back is None:
             assert self._engine.loaded is not None
             created = self._engine.loaded.info.created
             run_state.write_again(self._trainer, self._engine.root_url, created, self._internals.replaced.replace)

@@ -120,8 +120,6 @@ class FitLoaders:
         """
         if self._saved_validation and not self._validation:
             self._internals.make_validation_loaders()
-        if self._saved is None:
-            return
         late = self._waiting > 0
         for index in range(self._waiting):
             self._load(index)
@@ -159,9 +157,8 @@ class FitLoaders:
 
     def load_again(self) -> None:
         """Before the first epoch of a resumed run starts again: what iterators were made so far does not count."""
-        if self._saved is not None:
-            for index in range(len(self._positions)):
-                self._load(index)
+        for index in range(len(self._positions)):
+            self._load(index)
 
     def resumed(self) -> None:
         """The run goes on; loaders made from now on start by themselves."""

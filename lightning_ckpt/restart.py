@@ -32,8 +32,6 @@ from lightning_ckpt.run_state import Groups
 
 AUTO = "auto"
 HOOK = "on_train_epoch_start"
-_RESTORES_ITSELF = (BaseFinetuning,)
-"""Callbacks whose saved state already contains what their hook did."""
 
 
 class EarlierFit:
@@ -333,7 +331,8 @@ def replay(
     callbacks = [
         callback
         for callback in callbacks_of(trainer)
-        if is_overridden(HOOK, callback, parent=Callback) and not isinstance(callback, both(*_RESTORES_ITSELF))
+        if is_overridden(HOOK, callback, parent=Callback)
+        and not isinstance(callback, both(BaseFinetuning))  # its saved state already contains what its hook did
     ]
     in_module = is_overridden(HOOK, module)
     if not callbacks and not in_module:
@@ -371,9 +370,8 @@ def load_again_where_changed(
     again = {name for name, _ in module.named_buffers()} if buffers else set()
     for name, live in module.state_dict().items():
         value = saved.get(name)
-        if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
-            continue
-        if live.dtype is not loaded_as[name] or name in again:
+        are_tensors = isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor)
+        if are_tensors and (live.dtype is not loaded_as[name] or name in again):
             live.copy_(value)
 
 

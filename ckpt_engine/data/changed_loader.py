@@ -8,8 +8,9 @@ again (`resplit`); where an epoch begins there is nothing to divide.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ckpt_engine.data.iteration import Mode, no_order, nothing_recorded
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.rng import RngState
 from ckpt_engine.data.sample_assignment import Dealing, Recipe, Tail, dealing_of
-from ckpt_engine.errors import MismatchError, ResumeError
+from ckpt_engine.errors import CkptError, MismatchError, ResumeError
 
 _OTHERS = "its sampler gave other samples than its seed says"
 State = dict[str, Any]
@@ -82,9 +83,8 @@ def resplit(
         return begin
     saved = _dealings(states)
     order = saved[0].origin.order()
-    for state, one in zip(states[rank::size], saved[rank::size], strict=True):
-        if _gave_others(state, one, order):
-            raise _refused(len(states), _OTHERS)
+    if any(_gave_others(state, one, order) for state, one in zip(states[rank::size], saved[rank::size], strict=True)):
+        raise _refused(len(states), _OTHERS)
     dealing = _dealing(recipe, saved[0], int(first["batches"]), len(states))
     return begin | {
         "version": 2,
@@ -115,11 +115,7 @@ def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
     size = len(states)
     if len({(state["phase"], state["batches"]) for state in states}) > 1 or any(state["lost"] for state in states):
         raise _refused(size, "the ranks were not at the same place in their epoch, or could not fetch a batch of it")
-    dealings = []
-    for found in map(_dealing_in, states):
-        if isinstance(found, str):
-            raise _refused(size, found)
-        dealings.append(found)
+    dealings = [_dealing_in(state, partial(_refused, size)) for state in states]
     if any(one.origin != dealings[0].origin for one in dealings):
         raise _refused(size, "the ranks have shuffled it in different ways: the seed of their samplers must be one")
     if {(one.rank, one.size) for one in dealings} != {(rank, dealings[0].size) for rank in range(dealings[0].size)}:
@@ -127,15 +123,15 @@ def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
     return dealings
 
 
-def _dealing_in(state: Mapping[str, Any]) -> Dealing | str:
-    """How its epoch was dealt; or why that is not known."""
+def _dealing_in(state: Mapping[str, Any], refused: Callable[[str], CkptError]) -> Dealing:
+    """How its epoch was dealt; raises `refused(why)` where that is not known."""
     recipe, order = state.get("recipe", {"unreadable": "an earlier version has saved it"}), state.get("order", {})
     if not state["lost"] and (dealt := order.get("dealt")) is not None:
         return Dealing.of_state(dealt["dealing"])
     if "unreadable" in recipe:
-        return str(recipe["unreadable"])
+        raise refused(str(recipe["unreadable"]))
     if state["lost"] or order.get("at_first") is None:
-        return "the position does not tell which samples were seen"
+        raise refused("the position does not tell which samples were seen")
     return dealing_of(recipe, order["at_first"])
 
 
@@ -294,9 +290,9 @@ def _continued(
         if is_stateful(loader.dataset) or state["mode"] == Mode.NATIVE:
             return state, "the dataset continues at the sample where it was"
         raise _no_meaning("the dataset is iterable and cannot say where it is (state_dict)")
-    saved = _dealing_in(state)
-    if isinstance(saved, str) or "unreadable" in recipe:
-        raise _no_meaning(saved if isinstance(saved, str) else recipe["unreadable"])
+    saved = _dealing_in(state, _no_meaning)
+    if "unreadable" in recipe:
+        raise _no_meaning(recipe["unreadable"])
     order = saved.origin.order()
     if recipe["length"] < saved.origin.length:
         raise _no_meaning(f"{saved.origin.length - recipe['length']} of its samples are gone")

@@ -173,9 +173,7 @@ class Starter:
         streams.restore_holders(loader, holders)
         if streams_then is not None:
             rng.restore(streams_then)
-        if iterator is not None:
-            return epoch, iterator
-        return self.fresh(make, previous)
+        return (epoch, iterator) if iterator is not None else self.fresh(make, previous)
 
     @rng.untouched()
     def within(
@@ -196,8 +194,7 @@ class Starter:
         epoch = self._saved_epoch(state)
         streams.restore(loader, state["made"])
         streams.restore_epochs(loader, state["counters"], shared=True)
-        plan = self._plan(epoch, state) if "order" in state else None
-        self._begin_order(epoch, plan)
+        self._begin_order(epoch, self._plan(epoch, state) if "order" in state else None)
         init: RoleInit | None = None
         if epoch.mode is Mode.SHIP and same:
             first = state["next_role"] if self._iterable else batches + state["lost"]
@@ -317,7 +314,7 @@ class Starter:
 
     def _init(self, epoch: Epoch, first: int) -> RoleInit:
         loader = self._loader
-        return RoleInit(loader.worker_init_fn, first, epoch.workers, loader.batch_size)
+        return RoleInit(loader.worker_init_fn, first, tuple(epoch.workers), loader.batch_size)
 
     def _plan(self, epoch: Epoch, state: Mapping[str, Any]) -> ResumePlan:
         order, dealing = state["order"], epoch.dealing

@@ -323,8 +323,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[Diffe
     ]
     others = differing(saved.get("samples", {}), current.get("samples", {}))
     found += [Difference(path, None, None, Effect.OTHER_SAMPLES) for path in others]
-    order = list(Effect)
-    return tuple(sorted(found, key=lambda d: -order.index(d.effect)))
+    return tuple(sorted(found, key=lambda d: list(Effect).index(d.effect), reverse=True))
 
 
 def _named(counters: Mapping[str, Any], name: str) -> Any:

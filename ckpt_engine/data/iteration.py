@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -134,6 +134,7 @@ class WatchingCollate:
         return self.collate(samples)
 
 
+@dataclass(frozen=True)
 class RoleInit:
     """The user's `worker_init_fn`, run as the right role and followed by that role's recorded state.
 
@@ -144,17 +145,10 @@ class RoleInit:
         batch_size: of the loader; None without batching.
     """
 
-    def __init__(
-        self,
-        init: Callable[[int], None] | None,
-        first: int,
-        states: Sequence[Mapping[str, Any] | None],
-        batch_size: int | None,
-    ) -> None:
-        self.init = init
-        self.first = first
-        self.states = tuple(states)
-        self.batch_size = batch_size
+    init: Callable[[int], None] | None
+    first: int
+    states: tuple[Mapping[str, Any] | None, ...]
+    batch_size: int | None
 
     def __call__(self, worker: int) -> None:
         global _begun

@@ -83,14 +83,12 @@ def capture(loader: DataLoader[Any]) -> dict[str, Any]:
     """An independent copy of the position (a stateful loader goes on changing what it returned)."""
     if loader.num_workers == 0 and is_stateful(loader.dataset) and isinstance(loader.dataset, IterableDataset):
         return capture_dataset(loader)
-    source: Any = loader
-    return {"of": "loader", "state": copy.deepcopy(source.state_dict())}
+    return {"of": "loader", "state": copy.deepcopy(loader.state_dict())}  # type: ignore[attr-defined]
 
 
 def before(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """The same before the loader builds an iterator: None of one that would build it for that."""
-    found = has_native_position(loader) and is_stateful(loader.dataset)
-    return capture_dataset(loader) if found else None
+    return capture_dataset(loader) if has_native_position(loader) and is_stateful(loader.dataset) else None
 
 
 def capture_dataset(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -107,8 +105,7 @@ def dataset_state(dataset: Any) -> dict[str, Any]:
 def restore(loader: DataLoader[Any], native: Mapping[str, Any]) -> None:
     """Hand the state back; it takes effect at the next `iter(loader)`, and there only."""
     if native["of"] == "loader":
-        target: Any = loader
-        target.load_state_dict(copy.deepcopy(native["state"]))
+        loader.load_state_dict(copy.deepcopy(native["state"]))  # type: ignore[attr-defined]
     else:
         load(loader.dataset, native)
 

@@ -411,10 +411,9 @@ class LoaderPosition:
         if epoch is None or fetch is None:
             return state
         order = epoch.order
-        held = [epoch.ring[n].rng for n in range(batches, epoch.fetched)]
         state |= {
             "lost": epoch.lost,
-            "held": held,
+            "held": [epoch.ring[n].rng for n in range(batches, epoch.fetched)],
             "workers": list(fetch.workers),
             "next_role": fetch.next_role,
             "native": fetch.native,

@@ -55,13 +55,11 @@ def live_iterator(loader: DataLoader[Any]) -> Any | None:
 
 def discard_iterator(loader: DataLoader[Any]) -> None:
     """Stop the persistent workers, if any, so that the next `iter(loader)` starts new ones."""
-    iterator = getattr(loader, _ITERATOR, None)
-    if iterator is None:
-        return
-    setattr(loader, _ITERATOR, None)
-    shutdown = getattr(iterator, "_shutdown_workers", None)
-    if shutdown is not None:
-        shutdown()
+    iterator: Any = getattr(loader, _ITERATOR, None)
+    if iterator is not None:
+        setattr(loader, _ITERATOR, None)
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 def finish_dealt(iterator: Any) -> list[Any]:
@@ -109,8 +107,7 @@ def rotate_workers(iterator: Any, by: int) -> None:
     """Move the worker at position `(j - by) % n` to position `j`; only between epochs (tasks name positions)."""
     for name in _PER_WORKER_LISTS:
         workers = getattr(iterator, name)
-        n = len(workers)
-        workers[:] = [workers[(j - by) % n] for j in range(n)]
+        workers[:] = workers[-by:] + workers[:-by]
 
 
 def assume_worker_role(role: int) -> None:
@@ -187,8 +184,9 @@ def require(names: Sequence[PrivateName], owners: Mapping[str, Any], framework: 
 
 def _has(owner: Any, name: str) -> bool:
     """True where the attribute exists; properties that fail to compute still exist."""
-    found = name in getattr(owner, "__dict__", ()) or hasattr(type(owner), name) or hasattr(owner, name)
-    return owner is not None and found
+    return owner is not None and (
+        name in getattr(owner, "__dict__", ()) or hasattr(type(owner), name) or hasattr(owner, name)
+    )
 
 
 class _Replacement(partial[Any]):

@@ -38,7 +38,7 @@ _SEEDABLE = "accelerate.data_loader.SeedableRandomSampler"
 def recipe_of(loader: DataLoader[Any]) -> Recipe:
     """How this loader's samplers make an epoch; what changes from epoch to epoch is left to `dealing_of`."""
     if isinstance(loader.dataset, IterableDataset):
-        return _unreadable(f"its dataset, a {type(loader.dataset).__name__}, is iterable")
+        return {"unreadable": f"its dataset, a {type(loader.dataset).__name__}, is iterable"}
     batches: Any = _real(loader.batch_sampler)
     shared: Recipe = {"rank": 0, "size": 1, "interleaved": True, "tail": str(Tail.PADDED)}
     if exactness.type_name(batches) == _SHARD:
@@ -57,12 +57,12 @@ def recipe_of(loader: DataLoader[Any]) -> Recipe:
     elif type(batches) is BatchSampler:
         sampler, batch_size, drop_last = batches.sampler, batches.batch_size // divided_by, batches.drop_last
     else:
-        return _unreadable(f"a {type(batches).__name__} makes its batches")
+        return {"unreadable": f"a {type(batches).__name__} makes its batches"}
     found = _order(loader, sampler)
     if isinstance(found, str):
-        return _unreadable(found)
+        return {"unreadable": found}
     if "size" in found and shared["size"] > 1:
-        return _unreadable("two samplers divide it among the ranks")
+        return {"unreadable": "two samplers divide it among the ranks"}
     return {**shared, "batched": batches is not None, "batch_size": batch_size, "drop_last": drop_last, **found}
 
 
@@ -128,10 +128,6 @@ def _real(sampler: Any) -> Any:
     return sampler.inner if isinstance(sampler, streams.StandIn) else sampler
 
 
-def _unreadable(why: str) -> Recipe:
-    return {"unreadable": why}
-
-
 class Tail(StrEnum):
     """What becomes of samples at the end that are too few for all ranks. Stored in snapshots: values never change."""
 
@@ -158,21 +154,6 @@ def deal_to(
     Raises:
         ConfigError: fewer samples than ranks are left, and they are not padded.
     """
-    return [group[rank::size] for group in _steps(samples, size, batch_size, tail, drop_last)]
-
-
-def given(count: int, size: int, batch_size: int, tail: Tail = Tail.UNEVEN, *, drop_last: bool = False) -> int:
-    """Samples that `deal_to` gives to all ranks of `count`: more where some come again, fewer where some do not."""
-    if tail is Tail.TRIMMED:
-        count = count // size * size or count
-    step = size * batch_size
-    if drop_last and count > step:
-        return count // step * step
-    return count + (-count % size if tail is Tail.PADDED else 0)
-
-
-def _steps(samples: Sequence[int], size: int, batch_size: int, tail: Tail, drop_last: bool) -> list[list[int]]:
-    """The samples of each step, those of all ranks."""
     if tail is Tail.TRIMMED:
         samples = samples[: len(samples) // size * size] or samples
     if samples and len(samples) < size and tail is not Tail.PADDED:
@@ -191,7 +172,17 @@ def _steps(samples: Sequence[int], size: int, batch_size: int, tail: Tail, drop_
     elif len(steps) > 1 and len(steps[-1]) < size:
         last = steps.pop()
         steps[-1] += last
-    return steps
+    return [group[rank::size] for group in steps]
+
+
+def given(count: int, size: int, batch_size: int, tail: Tail = Tail.UNEVEN, *, drop_last: bool = False) -> int:
+    """Samples that `deal_to` gives to all ranks of `count`: more where some come again, fewer where some do not."""
+    if tail is Tail.TRIMMED:
+        count = count // size * size or count
+    step = size * batch_size
+    if drop_last and count > step:
+        return count // step * step
+    return count + (-count % size if tail is Tail.PADDED else 0)
 
 
 @dataclass(frozen=True, slots=True)

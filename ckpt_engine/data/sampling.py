@@ -36,14 +36,13 @@ _STATES = 3
 def attributes(loader: DataLoader[Any]) -> Attributes:
     """Of the loader's class, and of all samplers that may change by themselves and have no state of their own."""
     of_torch = streams.draws_at_start_only(loader)  # nothing of them changes
-    found: Attributes = {}
-    for path, holder in streams.holders(loader):
-        if holder is not loader and (of_torch or is_stateful(holder)):
-            continue
-        for name, value in streams.attributes(holder):
-            if value is not getattr(loader, "dataset", None) and (one := checksum(value)) is not None:
-                found[f"{path}.{name}"] = one
-    return found
+    return {
+        f"{path}.{name}": one
+        for path, holder in streams.holders(loader)
+        if holder is loader or not (of_torch or is_stateful(holder))
+        for name, value in streams.attributes(holder)
+        if value is not getattr(loader, "dataset", None) and (one := checksum(value)) is not None
+    }
 
 
 def changed(loader: DataLoader[Any], baseline: Attributes) -> Attributes:
@@ -265,8 +264,7 @@ class _RecordingIterator(streams.Proxy):
     def _started(self) -> None:
         """The first entry was given: what that has changed in the sampler is made again at each start."""
         if self._attributes:
-            made = changed(deref(self._reference), self._attributes)
-            self._order.made_at_start.update(made)
+            self._order.made_at_start.update(changed(deref(self._reference), self._attributes))
             self._attributes = {}
 
     def _take_up(self, plan: ResumePlan) -> None:
@@ -278,7 +276,7 @@ class _RecordingIterator(streams.Proxy):
         streams.restore_holders(loader, plan.holders)
         self.inner = self._start()
         _show_state(self)
-        length = exactness.length_of(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+        length = exactness.known_length(loader)
         if length is not None:
             self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.outstanding)))
 

@@ -172,10 +172,9 @@ def counters(loader: DataLoader[Any], among: Holders | None = None) -> Counters:
 
 def changed_counters(loader: DataLoader[Any], baseline: Mapping[str, Any], among: Holders | None = None) -> Counters:
     """The scalars that moved since `baseline`, and `epoch` and the seeds always."""
-    now = counters(loader, among)
     return {
         path: value
-        for path, value in now.items()
+        for path, value in counters(loader, among).items()
         if path.rpartition(".")[2] in _ALWAYS or path not in baseline or baseline[path] != value
     }
 

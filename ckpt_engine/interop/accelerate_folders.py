@@ -125,10 +125,10 @@ def _step(recorded: int | None, state: dict[str, Any]) -> int | None:
     Accelerate counts the batches of `accumulate`, from 0 in each epoch, and nothing where that is not used. So a count
     of 0, or one below that of an optimizer, is not the run's.
     """
-    optimizers = [one for key, one in state.items() if key.startswith("optimizer") and isinstance(one, dict)]
     counts = [
         int(one["step"])
-        for optimizer in optimizers
+        for key, optimizer in state.items()
+        if key.startswith("optimizer") and isinstance(optimizer, dict)
         for one in optimizer.get("state", {}).values()
         if isinstance(one, dict) and isinstance(one.get("step"), int | float | torch.Tensor)
     ]

@@ -93,12 +93,12 @@ def read_dcp(folder: Path, advance: Advance) -> Imported:
         StorageError: it cannot be read.
     """
     described = _read_metadata(folder)
-    flat: dict[str, Any] = {}
     try:
         reader = _Reader(folder, described.storage_data, advance)
-        for name, item in described.state_dict_metadata.items():
-            tensor = isinstance(item, metadata.TensorStorageMetadata)
-            flat[name] = reader.tensor(name, item) if tensor else reader.value(name)
+        flat = {
+            name: reader.tensor(name, item) if isinstance(item, metadata.TensorStorageMetadata) else reader.value(name)
+            for name, item in described.state_dict_metadata.items()
+        }
         return of_state("dcp", _nested(flat, described.planner_data))
     except CkptError:
         raise

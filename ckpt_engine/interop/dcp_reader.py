@@ -188,8 +188,7 @@ def _box(stored: StoredTensor, item: ReadItem) -> Box:
     """What an item of a plan wants of a tensor: its offsets are in one of the stored boxes."""
     at = item.storage_index.offset
     inside = next(box for box in stored.boxes if at is None or box.offsets == tuple(at))
-    offsets = tuple(a + b for a, b in zip(inside.offsets, item.storage_offsets, strict=True))
-    return Box(offsets, tuple(item.lengths))
+    return Box(tuple(a + b for a, b in zip(inside.offsets, item.storage_offsets, strict=True)), tuple(item.lengths))
 
 
 def _fits(stored: StoredTensor, one: ArrayRegion) -> bool:
@@ -259,12 +258,11 @@ def outline_of(sources: Sources, manifest: Manifest, pickle_paths: Sequence[str]
         if (stored := drawer.drawn.get(id(found))) is None:
             metadata.state_dict_metadata[name] = BytesStorageMetadata()
             values[name] = found
-            continue
-        assert isinstance(found, torch.Tensor)
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in stored.boxes]
-        properties = TensorProperties(dtype=stored.dtype)
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, found.size(), chunks)
-        tensors[name] = stored
+        else:
+            chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in stored.boxes]
+            properties = TensorProperties(dtype=stored.dtype)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, found.size(), chunks)
+            tensors[name] = stored
     return Outline(metadata, tensors, values, manifest, sources)
 
 
@@ -382,7 +380,7 @@ class Save:
             StorageError: it does not exist. What goes wrong after that is only logged.
         """
         repository, lease = self._run.repository, self._run.lease
-        line = _lines.setdefault(self._url, _begun())
+        line = _lines.setdefault(self._url, Line(os.urandom(8).hex()))
         lease.check()
         repository.commit(replace(manifest, info=replace(manifest.info, line=line)))
         with _lock:
@@ -412,11 +410,7 @@ def go_on(repository: Repository, info: SnapshotInfo) -> None:
     """
     if (url := repository.storage.url) not in _lines or info.line.attempt != _lines[url].attempt:
         newer = [one for one in repository.list() if one.seq > info.seq]
-        _lines[url] = replace(_begun(), before=continued(info, newer, ()))
-
-
-def _begun() -> Line:
-    return Line(os.urandom(8).hex())
+        _lines[url] = Line(os.urandom(8).hex(), continued(info, newer, ()))
 
 
 def _open(storage: Storage) -> _Run:

@@ -7,7 +7,7 @@ dict of an optimizer has `state` and `param_groups` under any name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -119,12 +119,8 @@ def _nodes(node: Any, where: str, depth: int) -> Iterator[tuple[str, Any]]:
     yield where, node
     if depth == 0 or is_optimizer(node) or is_scheduler(node) or is_model(node):
         return
-    children: Sequence[tuple[Any, Any]] = ()
-    if isinstance(node, Mapping):
-        children = list(node.items())
-    elif isinstance(node, list | tuple):
-        children = list(enumerate(node))
-    for key, child in children:
+    is_list = isinstance(node, list | tuple)
+    for key, child in node.items() if isinstance(node, Mapping) else enumerate(node) if is_list else ():
         yield from _nodes(child, f"{where}/{key}", depth - 1)
 
 

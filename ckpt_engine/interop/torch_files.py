@@ -72,11 +72,12 @@ def read_lightning_file(path: Path, advance: Advance) -> Imported:
     opened = load(path, advance, _is_hyper_parameter)
     if not isinstance((state := opened.value), dict) or any(key not in state for key in _NEEDED):
         raise ForeignError(f"{path} is not a Lightning checkpoint", hint="--as torch imports any file of torch.save")
-    if not state.get("optimizer_states"):
-        notes = ["it has weights only: fit(ckpt_path='auto') cannot resume from it"]
-    else:
-        notes = ["it has no random streams and no data position: a run resumed from it is not exact from here on"]
-    notes += [f"{where} left out: {name} is not loaded" for where, name in opened.left_out.items()]
+    lacks = (
+        "it has no random streams and no data position: a run resumed from it is not exact from here on"
+        if state.get("optimizer_states")
+        else "it has weights only: fit(ckpt_path='auto') cannot resume from it"
+    )
+    notes = [lacks, *(f"{where} left out: {name} is not loaded" for where, name in opened.left_out.items())]
     kept = {key: value for key, value in state.items() if key not in _HPARAMS_TYPES}
     step, epoch = whole_number(state.get("global_step")), whole_number(state.get("epoch"))
     return Imported("lightning", kept, step, epoch, tuple(notes))

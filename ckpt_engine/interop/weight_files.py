@@ -41,11 +41,11 @@ def untied(state_dict: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
         key = (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and key in first:
             tied[name] = first[key]
-            continue
-        first[key] = name
-        plain = tensor.detach().contiguous()
-        apart[name] = plain.clone() if tensor.numel() and where in memory else plain
-        memory.add(where)
+        else:
+            first[key] = name
+            plain = tensor.detach().contiguous()
+            apart[name] = plain.clone() if tensor.numel() and where in memory else plain
+            memory.add(where)
     return apart, tied
 
 

@@ -108,12 +108,8 @@ def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     count = 1
     for dimension, n in enumerate(shape):
         spans = sorted({(box.offsets[dimension], box.shape[dimension]) for box in boxes})
-        at = 0
-        for start, length in spans:
-            if start != at:
-                return False
-            at += length
-        if at != n:
+        ends = list(accumulate((length for _, length in spans), initial=0))
+        if [*(start for start, _ in spans), n] != ends:
             return False
         count *= len(spans)
     return count == len(set(boxes)) == len(boxes)

@@ -22,10 +22,6 @@ _SHORT_SECONDS = 30.0
 _worlds = itertools.count()
 
 
-def _everything(_path: tuple[Any, ...]) -> bool:
-    return True
-
-
 @contextmanager
 def _answering() -> Iterator[None]:
     try:
@@ -122,7 +118,7 @@ class ProcessGroupRanks:
         self.size = dist.get_world_size()
         self.own = frozenset(own)
         self.wait_seconds = wait_seconds
-        self._divides = divides or _everything
+        self._divides = divides
         self.store = GroupStore(distributed_c10d._get_default_store(), f"ckpt_engine{_start()}/{next(_worlds)}")
 
     @property
@@ -137,9 +133,9 @@ class ProcessGroupRanks:
         return self.node if found is None or found.startswith("127.") else found
 
     def divides(self, path: tuple[Any, ...]) -> bool:
-        return self._divides(path)
+        return self._divides is None or self._divides(path)
 
     def divide(self, alike: Callable[[tuple[Any, ...]], bool]) -> None:
         """Arrays at these paths are the same on all ranks, unless the user has said which are."""
-        if self._divides is _everything:
+        if self._divides is None:
             self._divides = alike

@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ckpt_engine.config import Config
 from ckpt_engine.copy.job import ErrorRecord, RankConfig
 from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.ranks.world import PAIR, Ranks, hear, neighbours, say, towards_others
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import OWN_KEY, RANKS
@@ -262,8 +263,7 @@ class Session:
             answer = hear(store, key, timeout)
             if "error" in answer:
                 raise ErrorRecord(**answer["error"]).exception()
-            found: T = answer["value"]
-            return found
+            return cast("T", answer["value"])
         try:
             value = make()
             say(store, key, {"value": value})
@@ -290,9 +290,8 @@ class Session:
         self._meetings += 1
         key, store = f"met/{self._meetings}", self.ranks.store
         failure: Exception | None = None
-        mine: dict[str, Any]
         try:
-            mine = {"value": make()}
+            mine: dict[str, Any] = {"value": make()}
         except Exception as err:  # noqa: BLE001 - no rank may wait for this one in vain; raised below
             failure, mine = err, {"error": asdict(ErrorRecord.of(err))}
         if not self.coordinates:
@@ -474,11 +473,8 @@ def divide(said: Sequence[Sight | None]) -> Places:
     Args:
         said: by rank; None: it has said nothing, and counts to rank 0's place.
     """
-    found: dict[tuple[bool, str], list[int]] = {}
     first = said[0]
-    for rank, one in enumerate(said):
-        known = one or first
-        assert known is not None
-        key = (True, "") if known.sees else (False, known.node)
-        found.setdefault(key, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+    assert first is not None
+    known = [one or first for one in said]
+    by_place = grouped(((one.sees, "" if one.sees else one.node), rank) for rank, one in enumerate(known))
+    return tuple(map(tuple, by_place.values()))

@@ -19,7 +19,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ckpt_engine.errors import ConfigError, RanksError
 from ckpt_engine.grouping import grouped
@@ -164,8 +164,7 @@ def hear(store: Store, key: str, timeout: float) -> dict[str, Any]:
             f"the {found['pieces']} pieces of {key} in the ranks' store are not what was put there",
             hint="every rank must make its checkpointers and call load and save in the same order",
         )
-    value: dict[str, Any] = json.loads(text)
-    return value
+    return cast("dict[str, Any]", json.loads(text))
 
 
 def towards(host: str) -> str | None:

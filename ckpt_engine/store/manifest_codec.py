@@ -274,7 +274,10 @@ def info_to_json(info: SnapshotInfo) -> dict[str, Any]:
         "reason": info.reason,
         "created": info.created,
         "nbytes": info.nbytes,
-        "metrics": {name: _number_to_json(value) for name, value in info.metrics.items()},
+        "metrics": {
+            name: value if math.isfinite(value) else json.dumps(float(value))  # a key of `_NUMBERS`
+            for name, value in info.metrics.items()
+        },
         "parent": info.parent,
         "components": dict(info.components),
         **({"partial": {"ranks": list(partial.ranks), "size": partial.size}} if partial is not None else {}),
@@ -291,12 +294,6 @@ def line_from_json(row: Mapping[str, Any]) -> Line:
     """The inverse of `line_to_json`. Raises what an unexpected document raises."""
     before = tuple((str(attempt), int(last)) for attempt, last in row["before"])
     return Line(str(row["attempt"]), before)
-
-
-def _number_to_json(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:

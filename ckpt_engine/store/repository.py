@@ -163,8 +163,11 @@ class Repository:
             except StorageMissingError:
                 self._refuse_foreign()
                 return None
-            except CorruptError as err:
-                self._record = self._record_by_manifests(err)
+            except CorruptError:
+                run = self.run_of_manifests()
+                if run is None:
+                    raise
+                self._record = RunRecord(run, time.time())
         return self._record
 
     def create_if_absent(self) -> RunRecord:
@@ -199,12 +202,6 @@ class Repository:
     def _agreeing(self, record: RunRecord) -> RunRecord:
         """The record, with the run that the snapshots name."""
         return replace(record, run=self.run_of_manifests() or record.run)
-
-    def _record_by_manifests(self, error: CorruptError) -> RunRecord:
-        run = self.run_of_manifests()
-        if run is None:
-            raise error
-        return RunRecord(run, time.time())
 
     @property
     def run_id(self) -> str:

@@ -261,13 +261,11 @@ def _slim(
 ) -> dict[str, tuple[str, ...]]:
     """Which of the kept snapshots lose which components. One that would lose all of them loses none."""
     drops: dict[str, list[str]] = {}
-    if not components:
-        return {}
     for component in sorted(components):
         having = [info for info in kept if component in info.components]
         wanted = components[component].keep(having)
         for info in having:
             if info.id not in wanted and info.id not in whole:
                 drops.setdefault(info.id, []).append(component)
-    parts = {info.id: set(info.components) for info in kept}
-    return {snapshot: tuple(lost) for snapshot, lost in drops.items() if parts[snapshot] - set(lost)}
+    slimmed = [info for info in kept if set(info.components) - set(drops.get(info.id, info.components))]
+    return {info.id: tuple(drops[info.id]) for info in slimmed}

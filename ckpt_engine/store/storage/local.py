@@ -96,8 +96,7 @@ class LocalStorage:
         folder = path.rpartition("/")[0]
         with translating("link", path):
             self.make_folder(folder)
-            with suppress(FileNotFoundError):
-                self._disk.remove(path)
+            self._remove(path)
             has_link = self._link(source.path(name), path)
             self._disk.sync_folder(folder)
         return has_link
@@ -113,7 +112,7 @@ class LocalStorage:
             self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
             fd, temp = self._create(folder, file)
             made.append(temp)
-            try:
+            with closing_fd(fd):
                 write_blocks(self._disk, fd, blocks)
                 self._disk.sync(fd)
                 if exclusive and self._link(temp, path):
@@ -121,10 +120,8 @@ class LocalStorage:
                 else:
                     self._disk.rename(temp, path)
                     made[:] = [path] if exclusive else []
-            finally:
-                os.close(fd)
             if temp in made:
-                self._remove_named(temp)
+                self._remove(temp)
             self._disk.sync_folder(folder)
         except BaseException as err:
             self._undo(made, err)
@@ -152,18 +149,18 @@ class LocalStorage:
                 if not has_link:
                     self._disk.rename(temp, path)
             if has_link:
-                self._remove_named(temp)
+                self._remove(temp)
             self._disk.sync_folder(folder)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self.path(name)
-        try:
+        with translating("read", path):
             try:
                 fd = open_regular(path, os.O_RDONLY)
             except FileNotFoundError:
                 self._look_afresh(path.rpartition("/")[0])
                 fd = open_regular(path, os.O_RDONLY)
-            try:
+            with closing_fd(fd):
                 if nbytes is None:
                     size = os.fstat(fd).st_size
                     require_size(path, size, names.most_bytes(name))
@@ -173,24 +170,18 @@ class LocalStorage:
                     parts.append(part)
                     start += len(part)
                     nbytes -= len(part)
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-            finally:
-                os.close(fd)
-        except OSError as err:
-            raise translated(err, "read", path) from err
+                return b"".join(parts)
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         path = self.path(name)
-        try:
+        with translating("read", path):
             done = read_into(path, start, out.cast("B"))
-        except OSError as err:
-            raise translated(err, "read", path) from err
         if done < out.nbytes:
             raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + out.nbytes}")
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
-        try:
+        with translating("list", self.root):
             if not self._look_afresh(self.root):
                 try:
                     mode = os.stat(self.root).st_mode
@@ -199,28 +190,18 @@ class LocalStorage:
                 if not S_ISDIR(mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             return iter(self._walk(folder, prefix, []))
-        except OSError as err:
-            raise translated(err, "list", self.root) from err
 
     def delete(self, *names: str) -> None:
         folders = set()
         for name in names:
             path = self.path(name)
-            try:
-                self._disk.remove(path)
-            except FileNotFoundError:
-                pass
-            except OSError as err:
-                raise translated(err, "delete", path) from err
+            with translating("delete", path):
+                self._remove(path)
             folders.add(path.rpartition("/")[0])
         # Also where nothing was left to remove: another process may have removed it and died before its sync.
         for folder in sorted(folders):
-            try:
+            with translating("delete in", folder), suppress(FileNotFoundError):
                 self._disk.sync_folder(folder)
-            except FileNotFoundError:
-                pass
-            except OSError as err:
-                raise translated(err, "delete in", folder) from err
 
     def settle(self, prefix: str) -> None:
         folder = f"{self.root}/{prefix.rstrip('/')}"
@@ -303,10 +284,10 @@ class LocalStorage:
             os.close(fd)  # a sweep came between the two calls and takes it
         raise BlockingIOError(errno.EAGAIN, "another process clears each file before it can be locked")
 
-    def _remove_named(self, temp: str) -> None:
-        """Remove the temporary name of an object that has its own; a sweep may have been faster."""
+    def _remove(self, path: str) -> None:
+        """Remove a name that may be gone: a sweep or another process may have been faster."""
         with suppress(FileNotFoundError):
-            self._disk.remove(temp)
+            self._disk.remove(path)
 
     def _link(self, temp: str, path: str) -> bool:
         """Give the object its name; False where the file system has no links (FAT, some network and FUSE ones).
@@ -332,9 +313,7 @@ class LocalStorage:
     def _undo(self, made: Sequence[str], cause: BaseException) -> None:
         for path in made:
             try:
-                self._disk.remove(path)
-            except FileNotFoundError:
-                continue
+                self._remove(path)
             except OSError as err:
                 cause.add_note(f"{path} is left behind: {err}")
 
@@ -345,7 +324,7 @@ class LocalStorage:
             return 0
         with closing_fd(fd), suppress(FileNotFoundError):
             # It may have been named or removed since it was opened, and closed, which frees the lock.
-            if _lock(fd) and _is_at(fd, path):
+            if _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(path)):
                 nbytes = os.fstat(fd).st_size
                 self._disk.remove(path)
                 return nbytes
@@ -399,9 +378,3 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return os.fstat(fd).st_nlink > 0
-
-
-def _is_at(fd: int, path: str) -> bool:
-    """Whether this open file is the one that has the name `path` now."""
-    there, here = Path(path).stat(follow_symlinks=False), os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

@@ -65,10 +65,8 @@ class S3Storage(ObjectStore):
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         super().__init__(url, options)
-        self._bucket, _, prefix = self._path.partition("/")
         if not self._bucket:
             raise StorageError(f"no bucket in {self._scheme}://", hint="give s3://bucket/folder")
-        self._prefix = f"{prefix}/" if prefix else ""
         library_options = self._library_options
         extra: Any = library_options.pop("s3_additional_kwargs", {})
         payer: dict[str, Any] = {"RequestPayer": "requester"} if library_options.get("requester_pays") else {}

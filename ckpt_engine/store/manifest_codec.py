@@ -69,7 +69,6 @@ _START = re.compile(rb'\{"digest":"([a-z0-9-]+:[0-9a-f]+)","manifest":')
 _END = b"}\n"
 _INFO = re.compile(rb'\{"format":"([^"\\]*)","version":(\d{1,9}),"info":')
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_DECODER = json.JSONDecoder()
 _STRANGER_BYTES = 1 << 20
 """Of a file that does not begin as a manifest does: a larger one is not parsed to say what it may be."""
 MOST_OVERHEAD_BYTES = 4096
@@ -211,7 +210,7 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
     if found is None:
         raise CorruptError("the manifest's head is damaged")
     try:
-        info, _ = _DECODER.raw_decode(head[found.end() :].decode(errors="replace"))
+        info, _ = json.JSONDecoder().raw_decode(head[found.end() :].decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     with json_checks.reading("the manifest's head is damaged"):

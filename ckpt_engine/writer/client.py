@@ -172,8 +172,9 @@ class WriterClient(abc.ABC):
                 self._lost, self.died = why, not expected
                 for job in self._open.values():
                     if expected:
-                        failed = SnapshotFailed("", job.step, self._url, why.code, why.message, hint=why.hint or "")
-                        self.news.append(failed)
+                        self.news.append(
+                            SnapshotFailed("", job.step, self._url, why.code, why.message, hint=why.hint or "")
+                        )
                     self.news.append(JobDone(job.job, None, why, lost=not expected))
                 if not expected or self._open:
                     self.news.append(WriterLost(why.message))
@@ -267,8 +268,7 @@ class WriterClient(abc.ABC):
         closed = self._wait_for_the_end(timeout, hurries)
         if not closed or self._goes_on:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
-            left = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone")
-            self._lose(left, expected=True)
+            self._lose(ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone"), expected=True)
         return closed
 
     @abc.abstractmethod

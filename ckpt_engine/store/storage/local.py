@@ -342,11 +342,9 @@ class LocalStorage:
                     if entry.name != _LOST_AND_FOUND and (name + "/").startswith(prefix[: len(name) + 1]):
                         self._walk(name, prefix, found)
                 elif name.startswith(prefix) and not entry.name.startswith(TEMP):
-                    try:
+                    with suppress(FileNotFoundError):
                         stat = entry.stat(follow_symlinks=False)
                         found.append(ObjectInfo(name, stat.st_size, f"{stat.st_mtime_ns:x}"))
-                    except FileNotFoundError:
-                        continue
         return found
 
 

@@ -459,8 +459,9 @@ class Repository:
 
     def _manifests(self) -> Sequence[tuple[names.ParsedId, ObjectInfo]]:
         """All manifests, oldest first: one listing, no reads."""
-        listed = self.storage.list(names.MANIFESTS)
-        found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
+        found = {
+            parsed: item for item in self.storage.list(names.MANIFESTS) if (parsed := names.manifest_id(item.name))
+        }
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:

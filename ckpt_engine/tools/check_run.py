@@ -265,8 +265,9 @@ class Checker:
                 )
 
     def _pieces(self, name: str, stored: Sequence[_Stored]) -> Iterator[tuple[list[SnapshotProblem], int]]:
-        good = self._good
-        pieces = [one for one in stored if (name, one.piece.offset, one.piece.nbytes, one.piece.digest) not in good]
+        pieces = [
+            one for one in stored if (name, one.piece.offset, one.piece.nbytes, one.piece.digest) not in self._good
+        ]
         pending: deque[Future[tuple[list[SnapshotProblem], int]]] = deque()
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-verify") as pool:
             for span in joined(pieces, PIECE_BYTES):

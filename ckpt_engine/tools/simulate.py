@@ -378,8 +378,7 @@ class SimulatedJob:
             self.clock.now = death
             return not kind
         self.clock.now = ready
-        training = Training(
-            **self.training,
+        training = self._begin(
             rhythm=self.rhythm,
             clock=self.clock,
             first=self.base.step,
@@ -415,6 +414,9 @@ class SimulatedJob:
         self._go_back(training, kind, death)
         self.looked += training.looked + LIFE_BOUNDARIES
         return not kind
+
+    def _begin(self, **how: Any) -> Training:
+        return Training(**self.training, **how)
 
     def _arrived(self, point: Point, now: float) -> None:
         self.durable = point

@@ -221,11 +221,11 @@ class WriterClient(abc.ABC):
             return
         self._said_copies = True
         wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
-        line = (
+        announce(
+            LOG,
             f"waiting for {body['waits']}, up to {wait} (wait_at_end) or until Ctrl-C; "
-            f"what is missing then: {self._care_of(body)}"
+            f"what is missing then: {self._care_of(body)}",
         )
-        announce(LOG, line)
 
     def _care_of(self, body: Body) -> str:
         """Who does what the trainer does not wait for: the next run copies as well, and runs no hooks of this one."""

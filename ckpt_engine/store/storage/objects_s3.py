@@ -112,9 +112,8 @@ class S3Storage(ObjectStore):
         self._calls.run(self._calls.client(), "open", "")
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        key = self._key(name)
         with closing(MemoryBlocks(blocks)) as whole:
-            self._calls.run(self._put(name, key, whole, exclusive=exclusive), "write", name)
+            self._calls.run(self._put(name, self._key(name), whole, exclusive=exclusive), "write", name)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         checked(name)
@@ -370,8 +369,7 @@ class S3Storage(ObjectStore):
                 await self._multipart.abort_left(key)
                 await existing(self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._extra))
 
-        outcomes = await asyncio.gather(*(remove(key) for key in keys), return_exceptions=True)
-        for outcome in outcomes:
+        for outcome in await asyncio.gather(*(remove(key) for key in keys), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 

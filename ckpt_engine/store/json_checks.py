@@ -61,7 +61,8 @@ def require(fits: bool, what: str) -> None:
 def require_all(*claims: tuple[bool, str]) -> None:
     """As `require` for each of these; all of them were made before the first one is looked at."""
     for fits, what in claims:
-        require(fits, what)
+        if not fits:
+            raise ValueError(what)
 
 
 def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:

@@ -186,13 +186,17 @@ class Entry:
     @property
     def is_plain(self) -> bool:
         """Whether its bytes lie in one file as they are, back to back, under its name."""
-        return all(
-            piece.codec == RAW
-            and not piece.alias
-            and piece.file == self.pieces[0].file
-            and piece.offset == self.pieces[0].offset + start
-            for start, piece in self.placed()
-        )
+        end: int | None = None
+        for piece in self.pieces:
+            if (
+                piece.codec != RAW
+                or piece.alias
+                or piece.file != self.pieces[0].file
+                or end not in (None, piece.offset)
+            ):
+                return False
+            end = piece.offset + piece.nbytes
+        return True
 
     @cached_property
     def piece_at(self) -> Mapping[int, Piece]:

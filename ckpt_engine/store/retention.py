@@ -258,6 +258,8 @@ def _slim(
 ) -> dict[str, tuple[str, ...]]:
     """Which of the kept snapshots lose which components. One that would lose all of them loses none."""
     drops: dict[str, list[str]] = {}
+    if not components:
+        return {}
     for component in sorted(components):
         having = [info for info in kept if component in info.components]
         wanted = components[component].keep(having)

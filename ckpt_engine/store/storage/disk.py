@@ -99,8 +99,11 @@ class Disk:
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive power loss."""
-        with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 class Meter:

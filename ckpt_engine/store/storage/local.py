@@ -109,10 +109,15 @@ class LocalStorage:
             self.make_folder(folder)
             if exclusive and os.path.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
+            nbytes = sum([block.nbytes for block in blocks])
+            if nbytes >= DIRECT_MIN_BYTES:
+                # Fail before a big write rather than after it has filled the disk for everybody.
+                stat = os.statvfs(folder)
+                if nbytes > stat.f_bavail * stat.f_frsize:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             fd, temp = self._create(folder, file)
             made.append(temp)
-            with closing_fd(fd):
+            try:
                 write_blocks(self._disk, fd, blocks)
                 self._disk.sync(fd)
                 if exclusive and self._link(temp, path):
@@ -120,6 +125,8 @@ class LocalStorage:
                 else:
                     self._disk.rename(temp, path)
                     made[:] = [path] if exclusive else []
+            finally:
+                os.close(fd)
             if temp in made:
                 self._remove(temp)
             self._disk.sync_folder(folder)
@@ -154,13 +161,13 @@ class LocalStorage:
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self.path(name)
-        with translating("read", path):
+        try:
             try:
                 fd = open_regular(path, os.O_RDONLY)
             except FileNotFoundError:
                 self._look_afresh(path.rpartition("/")[0])
                 fd = open_regular(path, os.O_RDONLY)
-            with closing_fd(fd):
+            try:
                 if nbytes is None:
                     size = os.fstat(fd).st_size
                     require_size(path, size, names.most_bytes(name))
@@ -171,17 +178,23 @@ class LocalStorage:
                     start += len(part)
                     nbytes -= len(part)
                 return b"".join(parts)
+            finally:
+                os.close(fd)
+        except OSError as err:
+            raise translated(err, "read", path) from err
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         path = self.path(name)
-        with translating("read", path):
+        try:
             done = read_into(path, start, out.cast("B"))
+        except OSError as err:
+            raise translated(err, "read", path) from err
         if done < out.nbytes:
             raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + out.nbytes}")
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
-        with translating("list", self.root):
+        try:
             if not self._look_afresh(self.root):
                 try:
                     mode = os.stat(self.root).st_mode
@@ -190,18 +203,28 @@ class LocalStorage:
                 if not S_ISDIR(mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             return iter(self._walk(folder, prefix, []))
+        except OSError as err:
+            raise translated(err, "list", self.root) from err
 
     def delete(self, *names: str) -> None:
         folders = set()
         for name in names:
             path = self.path(name)
-            with translating("delete", path):
-                self._remove(path)
+            try:
+                self._disk.remove(path)
+            except FileNotFoundError:
+                pass
+            except OSError as err:
+                raise translated(err, "delete", path) from err
             folders.add(path.rpartition("/")[0])
         # Also where nothing was left to remove: another process may have removed it and died before its sync.
         for folder in sorted(folders):
-            with translating("delete in", folder), suppress(FileNotFoundError):
+            try:
                 self._disk.sync_folder(folder)
+            except FileNotFoundError:
+                pass
+            except OSError as err:
+                raise translated(err, "delete in", folder) from err
 
     def settle(self, prefix: str) -> None:
         folder = f"{self.root}/{prefix.rstrip('/')}"
@@ -302,13 +325,6 @@ class LocalStorage:
                 raise
             return False
         return True
-
-    def _refuse_if_full(self, folder: str, nbytes: int) -> None:
-        """Fail before a big write rather than after it has filled the disk for everybody."""
-        if nbytes >= DIRECT_MIN_BYTES:
-            stat = os.statvfs(folder)
-            if nbytes > stat.f_bavail * stat.f_frsize:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _undo(self, made: Sequence[str], cause: BaseException) -> None:
         for path in made:

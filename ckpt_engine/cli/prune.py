@@ -65,12 +65,12 @@ def _places(root: str, rules: Sequence[str]) -> list[PrunedPlace]:
         )
     config = options_of(root, keep=_nested(rules)) if rules else options_of(root)
     run = open_run(root, config, every=True)
-    places = []
-    for tier, repository in zip(config.tiers, run.places, strict=True):
-        keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
-        if repository in run.in_use:
-            places.append(PrunedPlace(repository, policy_from(keep)))
-    return places
+    given = config.keep.model_dump(mode="json", exclude_none=True)
+    return [
+        PrunedPlace(repository, policy_from(given if rules else config.keep_rules(tier)))
+        for tier, repository in zip(config.tiers, run.places, strict=True)
+        if repository in run.in_use
+    ]
 
 
 def _nested(rules: Sequence[str]) -> dict[str, Any]:

@@ -47,11 +47,8 @@ class Change:
 
     def text(self, path: str) -> str:
         """One line for people."""
-        said = [f"{path}: {', '.join(self.applied)}"] if self.applied else [f"{path}: nothing is changed"]
-        if self.refused:
-            names = ", ".join(self.refused)
-            said.append(f"not in a running job: {names}; start it again for that")
-        return "; ".join(said)
+        refused = f"; not in a running job: {', '.join(self.refused)}; start it again for that" if self.refused else ""
+        return f"{path}: {', '.join(self.applied) or 'nothing is changed'}{refused}"
 
 
 def change(now: Config, wanted: Config) -> Change | None:

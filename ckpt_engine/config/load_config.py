@@ -419,12 +419,10 @@ def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
 
 def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
     """The options in `source` and where they come from."""
-    if source is None:
-        return {}, OptionOrigin("options")
     if isinstance(source, Config):
         return source.options(), OptionOrigin("options")
-    if isinstance(source, Mapping):
-        return source, OptionOrigin("options")
+    if source is None or isinstance(source, Mapping):
+        return source or {}, OptionOrigin("options")
     text = _text_of(source)
     if text is None:
         raise ConfigError(

@@ -16,9 +16,6 @@ RESERVE = 0.05
 """Share of what is available that is left to everybody else."""
 WRITER_BYTES = 32_000_000
 """What a writer process takes beside the arena, twice what was measured."""
-_MEMINFO = Path("/proc/meminfo")
-_MEMBERSHIP = Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,11 @@ class Fit:
     process: bool = True
 
 
-def look(meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> MemoryLimit | None:
+def look(
+    meminfo: Path = Path("/proc/meminfo"),
+    membership: Path = Path("/proc/self/cgroup"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> MemoryLimit | None:
     """The least of what machine and control groups have left; None where nothing tells.
 
     Args:

@@ -117,8 +117,7 @@ def copy_data(
         if there[index] and index != damaged:
             present += file.nbytes
         else:
-            exclusive = index != damaged
-            sent_bytes = _copy_file(source.storage, target.storage, manifest, index, scratch, exclusive)
+            sent_bytes = _copy_file(source.storage, target.storage, manifest, index, scratch, index != damaged)
             sent += sent_bytes
             present += file.nbytes - sent_bytes
     if present:

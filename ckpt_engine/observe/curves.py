@@ -109,8 +109,7 @@ class Curves:
     @staticmethod
     def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
         """By the name of a logger, the id of the run that it continues after a snapshot with these notes."""
-        rows = _rows_of(notes, root_url)
-        return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
+        return {row["name"]: str(row["place"]["run"]) for row in _rows_of(notes, root_url) if "run" in row["place"]}
 
     def _each(
         self, notes: Mapping[str, Any], do: Callable[[Curve, Mapping[str, Any] | None], str]

@@ -171,7 +171,7 @@ class ResumeReport:
         lines += _section("restored", [(one.name, one.detail) for one in self.restored])
         lines += _section("not restored", [(one.name, one.why) for one in self.not_restored])
         lines += _section("passed over", [(one.id, f"[{one.code}] {one.reason}") for one in self.rejected])
-        lines += [f"  note: {note}" for note in (*self.notes, *self.away, *self._rhythm)]
+        lines += [f"  note: {note}" for note in filter(None, (*self.notes, *self.away, self.rhythm))]
         return "\n".join(map(visible, lines))
 
     def line(self) -> str:
@@ -179,11 +179,7 @@ class ResumeReport:
         notes = [note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS))]
         changes = [f"{one.name}: {one.detail}" for one in self.changes[:1]]
         changes += [f"{len(self.changes) - 1} more in {FILE_NAME}"] if self.changes[1:] else []
-        return visible("; ".join([self._headline(), *changes, *notes, *self.away, *self._rhythm]))
-
-    @property
-    def _rhythm(self) -> list[str]:
-        return [self.rhythm] if self.rhythm else []
+        return visible("; ".join(filter(None, (self._headline(), *changes, *notes, *self.away, self.rhythm))))
 
     def _headline(self) -> str:
         if self.snapshot is None:

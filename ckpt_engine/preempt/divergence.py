@@ -202,8 +202,7 @@ def write_rollback(storage: Storage, rollback: RollbackRecord) -> None:
     Raises:
         StorageError
     """
-    text = seal(asdict(rollback)) + b"\n"
-    storage.put(names.ROLLBACK, [memoryview(text)], exclusive=False)
+    storage.put(names.ROLLBACK, [memoryview(seal(asdict(rollback)) + b"\n")], exclusive=False)
 
 
 def read_rollback(storage: Storage) -> RollbackRecord | None:

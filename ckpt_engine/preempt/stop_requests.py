@@ -27,11 +27,9 @@ from urllib.parse import urlsplit
 from ckpt_engine.config.sections import Source
 from ckpt_engine.observe.clock import Clock
 
-_SHELL_CODE = 128
 ANSWER_SECONDS = 5.0
 """How long a page or a command may take."""
 _PAGE_BYTES = 65_536
-_NO_NOTICE = (404, 410)
 _LAUNCHERS = (
     *("accelerate", "accelerate-launch", "accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
     *("torchrun", "torch.distributed.run"),
@@ -41,8 +39,6 @@ _LOOK_SECONDS = 1.0
 EXIT_CODE_OF_NOTICES = 143
 """As if SIGTERM had come: schedulers take it for a job that was stopped and is not complete."""
 _READ_BYTES = 4096
-_RUNG = b"\0"
-"""No signal has the number 0."""
 _hearer: Wake | None = None
 """The bell that signals ring."""
 _installed: list[SignalWatch] = []
@@ -141,7 +137,7 @@ def notice_of(number: int, instant: float) -> StopNotice:
     """The notice that a signal is; the process ends as a shell reports it, with 128 and the signal's number."""
     interrupts = number == signal.SIGINT
     who = "Ctrl-C" if interrupts else signal.Signals(number).name
-    return StopNotice(who, instant, exit_code=_SHELL_CODE + number, interrupts=interrupts)
+    return StopNotice(who, instant, exit_code=128 + number, interrupts=interrupts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +212,7 @@ def _of_page(url: str, options: Source) -> Callable[[], str | None]:
             page = _read(opener, request)
         except urllib.error.HTTPError as err:
             with err:
-                if err.code in _NO_NOTICE:
+                if err.code in (404, 410):
                     return None
                 raise PreemptionSourceError(f"{host} answers {err.code} {err.reason}") from err
         except (OSError, ValueError) as err:
@@ -344,7 +340,7 @@ class Wake:
         """Wake who waits, or who waits next. May be called in signal handlers."""
         if self._write >= 0:
             with suppress(BlockingIOError):  # it is full of rings
-                os.write(self._write, _RUNG)
+                os.write(self._write, b"\0")  # no signal has this number
 
     def wait(self, seconds: float) -> list[int]:
         """Wait until it rings, at most so long; the numbers of the signals that rang."""

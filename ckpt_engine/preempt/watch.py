@@ -145,8 +145,7 @@ class PreemptionWatch:
         now = self._now()
         self._first = step if self._first is None else self._first
         self._step, self._ended, self._took = step, now, now - self._ended
-        wanted = self._signals.heard or self._noticed or self._requested or self._save
-        return wanted is not None
+        return (self._signals.heard or self._noticed or self._requested or self._save) is not None
 
     def trained(self, step: int) -> None:
         """Training has ended with this step, maybe without a boundary after it."""
@@ -264,9 +263,13 @@ class PreemptionWatch:
         """How the run stands now. Any thread."""
         now, stop = self._now(), self.stop
         facts = self._facts(Stop(StopNotice("", now), now) if stop is None else stop, 0.0)
-        who = None if stop is None else stop.notice.who
         return outlook(
-            self._ledger.standing, facts, now=now, started=self._started, step_seconds=self._took, stopping=who
+            self._ledger.standing,
+            facts,
+            now=now,
+            started=self._started,
+            step_seconds=self._took,
+            stopping=None if stop is None else stop.notice.who,
         )
 
     # ------------------------------------------------------------------ what is known

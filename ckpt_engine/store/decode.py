@@ -115,7 +115,8 @@ class BufferPool:
             for number, spare in enumerate(self._spare):
                 if len(spare) >= nbytes:
                     return memoryview(self._spare.pop(number))[:nbytes]
-        return memoryview(self._new(max(1, nbytes)))[:nbytes]
+        room = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return memoryview(room)[:nbytes]
 
     def give(self, *rooms: memoryview) -> None:
         """Those of them that were taken here are not used any more."""
@@ -126,9 +127,6 @@ class BufferPool:
             self._spare.sort(key=len)
             while sum(map(len, self._spare)) > SPARE_BYTES:
                 del self._spare[0]
-
-    def _new(self, nbytes: int) -> mmap.mmap:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 @dataclass(eq=False)

@@ -91,16 +91,13 @@ def way_out_of_links(storage: Storage) -> str | None:
     A lock is on the file and not on its name: who holds it may write any of these folders.
     """
     folder = lockable(storage)
-    try:
-        links = 1 if folder is None else os.lstat(folder.path(names.LEASE)).st_nlink
-    except OSError:  # it is gone meanwhile
-        return None
-    if folder is None or links < 2:
-        return None
-    return (
-        f"{names.LEASE} has {links} hard links, so that process may write another folder that shares the file "
-        f"(`cp -al` makes such copies): if it does, `rm {folder.path(names.LEASE)}` and start again"
-    )
+    with suppress(OSError):  # it is gone meanwhile
+        if folder is not None and (links := os.lstat(folder.path(names.LEASE)).st_nlink) > 1:
+            return (
+                f"{names.LEASE} has {links} hard links, so that process may write another folder that shares the file "
+                f"(`cp -al` makes such copies): if it does, `rm {folder.path(names.LEASE)}` and start again"
+            )
+    return None
 
 
 class LocalLease(Lease):
@@ -130,14 +127,13 @@ class LocalLease(Lease):
     def check(self) -> None:
         if self._fd < 0:
             raise LeaseHeldError(f"the lease {self._path} was given back")
-        there = None
         try:
-            mine = os.fstat(self._fd)
-            there = os.lstat(self._path)
+            is_there = os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
         except OSError as err:
             if err.errno not in _REMOVED:
                 raise translated(err, "check the lease", self._path) from err
-        if there is None or (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            is_there = False
+        if not is_there:
             raise LeaseHeldError(
                 f"the lease {self._path} was removed or replaced: its folder is gone, or another writer works there",
                 hint="stop this run, and any other one in that folder, and start it again",

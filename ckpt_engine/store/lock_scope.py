@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ckpt_engine.store.storage.base import Folder, Storage
 
-_MOUNTS = Path("/proc/self/mountinfo")
 _UNSHARED = frozenset(
     {"9p", "cifs", "smb3", "virtiofs", "fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.goofys"}
 )
@@ -24,7 +23,7 @@ def locks_are_shared(path: str, mounts: str | None = None) -> bool:
     """
     if mounts is None:
         try:
-            mounts = _MOUNTS.read_text()
+            mounts = Path("/proc/self/mountinfo").read_text()
         except OSError:
             return True
     best, shared = "", True

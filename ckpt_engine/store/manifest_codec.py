@@ -69,7 +69,6 @@ _START = re.compile(rb'\{"digest":"([a-z0-9-]+:[0-9a-f]+)","manifest":')
 _END = b"}\n"
 _INFO = re.compile(rb'\{"format":"([^"\\]*)","version":(\d{1,9}),"info":')
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_DECODER = json.JSONDecoder()
 _STRANGER_BYTES = 1 << 20
 """Of a file that does not begin as a manifest does: a larger one is not parsed to say what it may be."""
 MOST_OVERHEAD_BYTES = 4096
@@ -211,7 +210,7 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
     if found is None:
         raise CorruptError("the manifest's head is damaged")
     try:
-        info, _ = _DECODER.raw_decode(head[found.end() :].decode(errors="replace"))
+        info, _ = json.JSONDecoder().raw_decode(head[found.end() :].decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     with json_checks.reading("the manifest's head is damaged"):
@@ -274,7 +273,10 @@ def info_to_json(info: SnapshotInfo) -> dict[str, Any]:
         "reason": info.reason,
         "created": info.created,
         "nbytes": info.nbytes,
-        "metrics": {name: _number_to_json(value) for name, value in info.metrics.items()},
+        "metrics": {
+            name: value if math.isfinite(value) else json.dumps(float(value))  # a key of `_NUMBERS`
+            for name, value in info.metrics.items()
+        },
         "parent": info.parent,
         "components": dict(info.components),
         **({"partial": {"ranks": list(partial.ranks), "size": partial.size}} if partial is not None else {}),
@@ -291,12 +293,6 @@ def line_from_json(row: Mapping[str, Any]) -> Line:
     """The inverse of `line_to_json`. Raises what an unexpected document raises."""
     before = tuple((str(attempt), int(last)) for attempt, last in row["before"])
     return Line(str(row["attempt"]), before)
-
-
-def _number_to_json(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:

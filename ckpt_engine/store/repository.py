@@ -163,8 +163,11 @@ class Repository:
             except StorageMissingError:
                 self._refuse_foreign()
                 return None
-            except CorruptError as err:
-                self._record = self._record_by_manifests(err)
+            except CorruptError:
+                run = self.run_of_manifests()
+                if run is None:
+                    raise
+                self._record = RunRecord(run, time.time())
         return self._record
 
     def create_if_absent(self) -> RunRecord:
@@ -199,12 +202,6 @@ class Repository:
     def _agreeing(self, record: RunRecord) -> RunRecord:
         """The record, with the run that the snapshots name."""
         return replace(record, run=self.run_of_manifests() or record.run)
-
-    def _record_by_manifests(self, error: CorruptError) -> RunRecord:
-        run = self.run_of_manifests()
-        if run is None:
-            raise error
-        return RunRecord(run, time.time())
 
     @property
     def run_id(self) -> str:
@@ -462,8 +459,9 @@ class Repository:
 
     def _manifests(self) -> Sequence[tuple[names.ParsedId, ObjectInfo]]:
         """All manifests, oldest first: one listing, no reads."""
-        listed = self.storage.list(names.MANIFESTS)
-        found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
+        found = {
+            parsed: item for item in self.storage.list(names.MANIFESTS) if (parsed := names.manifest_id(item.name))
+        }
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:

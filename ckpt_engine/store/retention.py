@@ -25,9 +25,6 @@ from ckpt_engine.store.retention_rules import (
     rules_in,
 )
 
-NEWEST = "newest"
-NEWEST_WHOLE = "newest whole snapshot"
-NO_RULE = "no rule keeps it"
 SLACK_BYTES = 64 << 10
 """Room that a quota leaves for what is small: the record, the lease, pins, the last page of a file."""
 RESERVE_BYTES = 256 << 20
@@ -102,7 +99,7 @@ def plan(
     in_order = sorted(infos, key=by_age)
     newest = in_order[-1].id if in_order else ""
     shed = _Shedding(in_order, retention, usage, {*protected, verified or newest})
-    always = {newest: NEWEST} | ({verified: NEWEST_WHOLE} if verified else {})
+    always = {newest: "newest"} | ({verified: "newest whole snapshot"} if verified else {})
     reasons = dict(retention.keep(in_order))
     for snapshot, reason in protected.items():
         reasons[snapshot] = f"{reason}; {reasons[snapshot]}" if snapshot in reasons else reason
@@ -110,7 +107,7 @@ def plan(
         reasons.setdefault(snapshot, reason)
     for info in in_order:
         if info.id not in reasons:
-            shed.remove(info.id, NO_RULE)
+            shed.remove(info.id, "no rule keeps it")
     shed.to_limits(retention.limits, free_bytes)
     kept = {info.id: reasons[info.id] for info in shed.left}
     slim = _slim(shed.left, retention.components, {*protected, verified or newest, newest})
@@ -269,5 +266,5 @@ def _slim(
         for info in having:
             if info.id not in wanted and info.id not in whole:
                 drops.setdefault(info.id, []).append(component)
-    parts = {info.id: set(info.components) for info in kept}
-    return {snapshot: tuple(lost) for snapshot, lost in drops.items() if parts[snapshot] - set(lost)}
+    slimmed = [info for info in kept if set(info.components) - set(drops.get(info.id, info.components))]
+    return {info.id: tuple(drops[info.id]) for info in slimmed}

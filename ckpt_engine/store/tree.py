@@ -338,8 +338,9 @@ def encode_schema(schema: Schema) -> bytes:
         }
         for pack in schema.packs
     ]
-    document = {"packs": rows, "tree": schema.tree}
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        {"packs": rows, "tree": schema.tree}, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def decode_schema(data: bytes, entries: Mapping[str, Entry]) -> Schema:

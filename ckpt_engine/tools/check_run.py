@@ -231,8 +231,9 @@ class Checker:
                 problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {held}", file))
                 continue
             if sizes[file] != nbytes:
-                text = f"has {sizes[file]:,} bytes instead of {nbytes:,}"
-                problems.append(SnapshotProblem(CorruptError.code, text, file))
+                problems.append(
+                    SnapshotProblem(CorruptError.code, f"has {sizes[file]:,} bytes instead of {nbytes:,}", file)
+                )
             problems += self._header(file, whole.get(file, {}))
             for found, done in self._pieces(file, pieces):
                 problems += found
@@ -259,12 +260,14 @@ class Checker:
         arrays = {array.name: array for array in header.entries}
         for entry_name, entry in entries.items():
             if not _says_the_same(arrays.get(entry_name), entry):
-                text = "the file's header does not say what the manifest says"
-                yield SnapshotProblem(CorruptError.code, text, name, entry_name)
+                yield SnapshotProblem(
+                    CorruptError.code, "the file's header does not say what the manifest says", name, entry_name
+                )
 
     def _pieces(self, name: str, stored: Sequence[_Stored]) -> Iterator[tuple[list[SnapshotProblem], int]]:
-        good = self._good
-        pieces = [one for one in stored if (name, one.piece.offset, one.piece.nbytes, one.piece.digest) not in good]
+        pieces = [
+            one for one in stored if (name, one.piece.offset, one.piece.nbytes, one.piece.digest) not in self._good
+        ]
         pending: deque[Future[tuple[list[SnapshotProblem], int]]] = deque()
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-verify") as pool:
             for span in joined(pieces, PIECE_BYTES):

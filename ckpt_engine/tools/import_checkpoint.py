@@ -36,8 +36,9 @@ class ImportResult:
 def config_of(tier: Tier, there: int) -> Config:
     """The nearest tier, and retention that removes nothing: that is the run's business."""
     nearest = tier.model_dump(mode="json", exclude_unset=True, exclude={"keep"})
-    keep = {"last": there + 1}
-    return load_config({"tiers": [nearest], "keep": keep, "writer": "thread", "slots": 1, "on_error": "raise"})
+    return load_config(
+        {"tiers": [nearest], "keep": {"last": there + 1}, "writer": "thread", "slots": 1, "on_error": "raise"}
+    )
 
 
 def plan_import(

@@ -188,8 +188,9 @@ def _attempt(row: dict[str, Any]) -> Attempt:
 
 def _interval(row: Sequence[Any]) -> tuple[float, int, str]:
     since, steps, why = row
-    good = json_checks.is_time(since) and json_checks.is_whole(steps, 1) and type(why) is str
-    json_checks.require(good, "an interval that is none")
+    json_checks.require(
+        json_checks.is_time(since) and json_checks.is_whole(steps, 1) and type(why) is str, "an interval that is none"
+    )
     return since, steps, why
 
 

@@ -172,8 +172,9 @@ class WriterClient(abc.ABC):
                 self._lost, self.died = why, not expected
                 for job in self._open.values():
                     if expected:
-                        failed = SnapshotFailed("", job.step, self._url, why.code, why.message, hint=why.hint or "")
-                        self.news.append(failed)
+                        self.news.append(
+                            SnapshotFailed("", job.step, self._url, why.code, why.message, hint=why.hint or "")
+                        )
                     self.news.append(JobDone(job.job, None, why, lost=not expected))
                 if not expected or self._open:
                     self.news.append(WriterLost(why.message))
@@ -220,11 +221,11 @@ class WriterClient(abc.ABC):
             return
         self._said_copies = True
         wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
-        line = (
+        announce(
+            LOG,
             f"waiting for {body['waits']}, up to {wait} (wait_at_end) or until Ctrl-C; "
-            f"what is missing then: {self._care_of(body)}"
+            f"what is missing then: {self._care_of(body)}",
         )
-        announce(LOG, line)
 
     def _care_of(self, body: Body) -> str:
         """Who does what the trainer does not wait for: the next run copies as well, and runs no hooks of this one."""
@@ -267,8 +268,7 @@ class WriterClient(abc.ABC):
         closed = self._wait_for_the_end(timeout, hurries)
         if not closed or self._goes_on:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
-            left = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone")
-            self._lose(left, expected=True)
+            self._lose(ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone"), expected=True)
         return closed
 
     @abc.abstractmethod

@@ -170,9 +170,10 @@ def decode(data: bytes, where: str) -> PartRecord:
             for entry, (start, whole) in world["slices"].items()
         }
         place = tuple(world.get("place", ()))
-        ranks = (world["rank"],)
         return _checked(
-            PartRecord(ranks, world["size"], world["structure"], slices, manifest, world.get("cancelled"), place)
+            PartRecord(
+                (world["rank"],), world["size"], world["structure"], slices, manifest, world.get("cancelled"), place
+            )
         )
     except (AttributeError, LookupError, TypeError, ValueError) as err:
         raise CorruptError(f"{where} is no part record: {err}") from err

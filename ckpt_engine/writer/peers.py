@@ -276,8 +276,7 @@ class Peers:
             return  # a newer one is on its way
         manifest = staged.manifest(run.run, digesting(copy, staged.cut_layout).result())
         part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
-        record = run.text.decode()
-        share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), record, staged.data.name, nbytes)
+        share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), run.text.decode(), staged.data.name, nbytes)
         kept = [self._attempt(keeper, share, copy) for keeper in self._keepers.values()]
         if all(kept):
             self._done(staged.snapshot)

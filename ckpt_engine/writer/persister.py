@@ -252,8 +252,7 @@ class Persister:
 
         Nearer places are free for another writer meanwhile: only the leases of further tiers are still taken.
         """
-        stuck = self._opened and self._lane.stuck
-        hanging = [Unfinished(self._lane.url, (), "it hangs")] if stuck else []
+        hanging = [Unfinished(self._lane.url, (), "it hangs")] if self._opened and self._lane.stuck else []
         if self._secondary is not None:
             self._emit_copying(())
             self._secondary.drain(self._config.drain_seconds, bool(hanging), self._emit_closed, self._emit_copying)
@@ -479,8 +478,7 @@ class Persister:
         job, snapshot = order.job, order.snapshot if error is None else None
 
         def tell(is_read: bool) -> None:
-            failed = None if error is None else asdict(error)
-            done = {"job": job.job, "snapshot_id": snapshot, "error": failed, "slot_held": is_read}
+            done = {"job": job.job, "snapshot_id": snapshot, "error": error and asdict(error), "slot_held": is_read}
             self._emit({"kind": messages.DONE, "done": done})
 
         self._holds.settle(job.slot, tell)

@@ -231,9 +231,8 @@ class PrimaryTier:
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
             return self.left[snapshot]
-        contents: RawContents = RawContents(staged, self._repository)
-        if self._codec != RAW:
-            contents = encoded(staged, self._repository, self._codec, plan_alone)
+        plain = RawContents(staged, self._repository)
+        contents = plain if self._codec == RAW else encoded(staged, self._repository, self._codec, plan_alone)
         not_undone = partial(self._not_undone, staged)
         finish = Contributing(self._ranks, says_failure=False)
         event, share, _ = write_snapshot(contents, self._tier, self._progress, not_undone, finish)

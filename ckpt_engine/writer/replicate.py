@@ -10,7 +10,7 @@ from contextlib import suppress
 from enum import Enum, auto
 
 from ckpt_engine.copy.transfer import CopySourceError
-from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
+from ckpt_engine.errors import ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.storage.base import SLICE_BYTES, Throttle
 from ckpt_engine.store.storage.disk import Meter
@@ -340,5 +340,4 @@ class Replicator:
             self._failures += 1
             first = self._failures == 1
         if first:
-            error: CkptError = err.error
-            self._emit(Notice("WARNING", f"nothing can be copied to {self.tier.url} now: {error.message}"))
+            self._emit(Notice("WARNING", f"nothing can be copied to {self.tier.url} now: {err.error.message}"))

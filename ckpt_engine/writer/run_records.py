@@ -21,7 +21,7 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     TierRecovered,
 )
-from ckpt_engine.observe.units import first, size
+from ckpt_engine.observe.units import count, first, size
 from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.sealed_json import parsed, seal, stored
@@ -126,16 +126,13 @@ class Unfinished:
     def text(self) -> str:
         """For people."""
         named = first(self.lacks, _NAMED)
-        said = [f"lacks {named}" if named else "", self.why or ""]
-        about = "; ".join(part for part in said if part)
+        about = "; ".join(filter(None, (f"lacks {named}" if named else "", self.why)))
         return f"{self.url} ({about})" if about else self.url
 
     def amount(self) -> str:
         """How much is left to copy, for people."""
-        count = len(self.lacks)
-        many = f"{count} snapshots" if count != 1 else "1 snapshot"
         much = f", {size(self.nbytes)}" if self.nbytes else ""
-        return f"{self.url} ({many} left{much})" if count else self.url
+        return f"{self.url} ({count(len(self.lacks), 'snapshot')} left{much})" if self.lacks else self.url
 
 
 @dataclass(frozen=True, slots=True)

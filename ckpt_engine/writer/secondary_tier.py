@@ -233,8 +233,9 @@ class SecondaryTier:
             contents = plain if codec in (RAW, AUTO) else encoded(staged, self._direct, codec)
             if not isinstance(self._policy, KeepAll):
                 keeping, line = [info.id for info in self.waiting], self.line or _NO_LINE
-                nbytes = contents.new_bytes
-                self._tell(make_room(self._direct, held[1], self._policy, nbytes, line=line, in_flight=keeping))
+                self._tell(
+                    make_room(self._direct, held[1], self._policy, contents.new_bytes, line=line, in_flight=keeping)
+                )
             kept = contents if contents.stands() else plain  # what it was to refer to may have gone for room
             committed = write_snapshot(kept, self.url, progress, partial(self._not_undone, staged))[0]
             self._unpruned = True
@@ -383,7 +384,6 @@ class SecondaryTier:
         while again:
             nbytes = self._most_bytes(found, repository)
             with self._guarded():
-                keeping = [info.id for info in self.waiting]
                 newest = self.newest is None or found.info.seq > self.newest.seq
                 done = make_room(
                     repository,
@@ -393,7 +393,7 @@ class SecondaryTier:
                     line=self.line or _NO_LINE,
                     incoming=found.info,
                     protected={} if newest else dict.fromkeys(there, "there before"),
-                    in_flight=keeping,
+                    in_flight=[info.id for info in self.waiting],
                 )
             # What was to be referred to may be gone: then more has to be written.
             again = done is not None and bool(done.plan.remove) and not self.encoding.is_plain

@@ -291,9 +291,7 @@ class MeteredStorage(WrapperStorage):
         return replace(super().capabilities, metered=lambda wrap: MeteredStorage(self.inner, wrap(self._meter)))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        seconds = self._meter.wait(sum(block.nbytes for block in blocks))
-        if seconds > 0:
-            self._meter.pause(seconds)
+        self._meter.take_turn(sum(block.nbytes for block in blocks))
         self.inner.put(name, blocks, exclusive=exclusive)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from stat import S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK
+from stat import S_IFDIR, S_IFIFO, S_IFLNK, S_IFMT, S_IFSOCK, S_ISREG
 from typing import Self
 
 from ckpt_engine.errors import (
@@ -44,6 +44,7 @@ DIRECT_MIN_BYTES = 1 << 20
 BOUNCE_BYTES = 2 << 20
 """One huge page: a disk fills it twice as fast as small ones, of which a request has room for a few hundred."""
 _rooms = threading.local()
+_KINDS_OF_FILES = {S_IFLNK: "a link", S_IFIFO: "a named pipe", S_IFDIR: "a folder", S_IFSOCK: "a socket"}
 _KINDS: dict[int, tuple[type[StorageError], str | None]] = {
     errno.ENOSPC: (StorageFullError, "free space or keep fewer snapshots"),
     errno.EDQUOT: (StorageFullError, "the quota is used up: free space or keep fewer snapshots"),
@@ -122,6 +123,12 @@ class Meter:
         """Wait that long, where the storage has no way of its own. Raises to stop."""
         time.sleep(seconds)
 
+    def take_turn(self, nbytes: int) -> None:
+        """Wait until so many bytes may be sent. Raises to stop."""
+        seconds = self.wait(nbytes)
+        if seconds > 0:
+            self.pause(seconds)
+
     def moved(self) -> None:
         """A call to the operating system begins: the one before has ended."""
 
@@ -172,9 +179,7 @@ class MeteredDisk(Disk):
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         part = data[: self._meter.slice_bytes]
-        seconds = self._meter.wait(part.nbytes)
-        if seconds > 0:
-            self._meter.pause(seconds)
+        self._meter.take_turn(part.nbytes)
         self._moved()
         done = self._inner.write(fd, part, offset)
         if fd in self._cached:
@@ -259,17 +264,11 @@ def require_size(where: str, nbytes: int, most_bytes: int) -> None:
 
 def _require_regular(path: str, mode: int) -> None:
     if not S_ISREG(mode):
+        kind = _KINDS_OF_FILES.get(S_IFMT(mode), "a device")
         raise CorruptError(
-            f"{path} is {_kind(mode)}, not a file",
+            f"{path} is {kind}, not a file",
             hint="ckpt-engine neither makes nor follows these: put the file itself there, or remove it",
         )
-
-
-def _kind(mode: int) -> str:
-    for is_it, text in ((S_ISLNK, "a link"), (S_ISFIFO, "a named pipe"), (S_ISDIR, "a folder"), (S_ISSOCK, "a socket")):
-        if is_it(mode):
-            return text
-    return "a device"
 
 
 def write_blocks(disk: Disk, fd: int, blocks: Sequence[memoryview]) -> int:
@@ -414,9 +413,8 @@ def translated(error: OSError, what: str, path: str, else_hint: str | None = Non
         else_hint: where the kind of error has none.
     """
     kind, hint = _KINDS.get(error.errno or 0, (StorageError, None))
-    hint = hint or else_hint
     reason = error.strerror or str(error) or type(error).__name__
-    return kind(f"cannot {what} {path}: {reason}", hint=hint)
+    return kind(f"cannot {what} {path}: {reason}", hint=hint or else_hint)
 
 
 @contextmanager

@@ -96,8 +96,7 @@ class LocalStorage:
         folder = path.rpartition("/")[0]
         with translating("link", path):
             self.make_folder(folder)
-            with suppress(FileNotFoundError):
-                self._disk.remove(path)
+            self._remove(path)
             has_link = self._link(source.path(name), path)
             self._disk.sync_folder(folder)
         return has_link
@@ -110,7 +109,12 @@ class LocalStorage:
             self.make_folder(folder)
             if exclusive and os.path.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
+            nbytes = sum([block.nbytes for block in blocks])
+            if nbytes >= DIRECT_MIN_BYTES:
+                # Fail before a big write rather than after it has filled the disk for everybody.
+                stat = os.statvfs(folder)
+                if nbytes > stat.f_bavail * stat.f_frsize:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             fd, temp = self._create(folder, file)
             made.append(temp)
             try:
@@ -124,7 +128,7 @@ class LocalStorage:
             finally:
                 os.close(fd)
             if temp in made:
-                self._remove_named(temp)
+                self._remove(temp)
             self._disk.sync_folder(folder)
         except BaseException as err:
             self._undo(made, err)
@@ -152,7 +156,7 @@ class LocalStorage:
                 if not has_link:
                     self._disk.rename(temp, path)
             if has_link:
-                self._remove_named(temp)
+                self._remove(temp)
             self._disk.sync_folder(folder)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
@@ -173,7 +177,7 @@ class LocalStorage:
                     parts.append(part)
                     start += len(part)
                     nbytes -= len(part)
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                return b"".join(parts)
             finally:
                 os.close(fd)
         except OSError as err:
@@ -303,10 +307,10 @@ class LocalStorage:
             os.close(fd)  # a sweep came between the two calls and takes it
         raise BlockingIOError(errno.EAGAIN, "another process clears each file before it can be locked")
 
-    def _remove_named(self, temp: str) -> None:
-        """Remove the temporary name of an object that has its own; a sweep may have been faster."""
+    def _remove(self, path: str) -> None:
+        """Remove a name that may be gone: a sweep or another process may have been faster."""
         with suppress(FileNotFoundError):
-            self._disk.remove(temp)
+            self._disk.remove(path)
 
     def _link(self, temp: str, path: str) -> bool:
         """Give the object its name; False where the file system has no links (FAT, some network and FUSE ones).
@@ -322,19 +326,10 @@ class LocalStorage:
             return False
         return True
 
-    def _refuse_if_full(self, folder: str, nbytes: int) -> None:
-        """Fail before a big write rather than after it has filled the disk for everybody."""
-        if nbytes >= DIRECT_MIN_BYTES:
-            stat = os.statvfs(folder)
-            if nbytes > stat.f_bavail * stat.f_frsize:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     def _undo(self, made: Sequence[str], cause: BaseException) -> None:
         for path in made:
             try:
-                self._disk.remove(path)
-            except FileNotFoundError:
-                continue
+                self._remove(path)
             except OSError as err:
                 cause.add_note(f"{path} is left behind: {err}")
 
@@ -345,7 +340,7 @@ class LocalStorage:
             return 0
         with closing_fd(fd), suppress(FileNotFoundError):
             # It may have been named or removed since it was opened, and closed, which frees the lock.
-            if _lock(fd) and _is_at(fd, path):
+            if _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(path)):
                 nbytes = os.fstat(fd).st_size
                 self._disk.remove(path)
                 return nbytes
@@ -363,11 +358,9 @@ class LocalStorage:
                     if entry.name != _LOST_AND_FOUND and (name + "/").startswith(prefix[: len(name) + 1]):
                         self._walk(name, prefix, found)
                 elif name.startswith(prefix) and not entry.name.startswith(TEMP):
-                    try:
+                    with suppress(FileNotFoundError):
                         stat = entry.stat(follow_symlinks=False)
                         found.append(ObjectInfo(name, stat.st_size, f"{stat.st_mtime_ns:x}"))
-                    except FileNotFoundError:
-                        continue
         return found
 
 
@@ -399,9 +392,3 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return os.fstat(fd).st_nlink > 0
-
-
-def _is_at(fd: int, path: str) -> bool:
-    """Whether this open file is the one that has the name `path` now."""
-    there, here = Path(path).stat(follow_symlinks=False), os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

@@ -74,12 +74,12 @@ class ObjectStore:
         options: those of `ObjectOptions` and of the client library; subclasses find the latter in `_library_options`.
     """
 
-    _prefix: str
-    """Of the keys of all objects; empty, or with a slash at its end."""
-
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        self._scheme, self._path = split_url(url)
-        self.url = f"{self._scheme}://{self._path}"
+        self._scheme, path = split_url(url)
+        self.url = f"{self._scheme}://{path}"
+        self._bucket, _, prefix = path.partition("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        """Of the keys of all objects; empty, or with a slash at its end."""
         self.options, self._library_options = ObjectOptions.split(options)
         self._secrets = redaction.secrets_of(self._library_options)
 

@@ -89,12 +89,10 @@ class FsspecStorage(ObjectStore):
         return Capabilities()
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        path = self._key(name)
-        self._trying(lambda: self._put(path, blocks, exclusive=exclusive), "write", name)
+        self._trying(partial(self._put, self._key(name), blocks, exclusive=exclusive), "write", name)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        path = self._key(name)
-        return self._trying(lambda: self._read(name, path, start, nbytes), "read", name)
+        return self._trying(partial(self._read, name, self._key(name), start, nbytes), "read", name)
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         target = out.cast("B")

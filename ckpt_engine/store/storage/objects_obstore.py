@@ -87,10 +87,8 @@ class ObstoreStorage(ObjectStore):
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         super().__init__(url, options)
-        self._bucket, _, prefix = self._path.partition("/")
         if self._scheme not in SCHEMES or not self._bucket:
             raise StorageError(f"obstore serves no {self.url}", hint=f"give {', '.join(SCHEMES)}://bucket/folder")
-        self._prefix = f"{prefix}/" if prefix else ""
         self._kind = SCHEMES[self._scheme]
         self._client, self._config = _settings(self._kind, self._library_options)
         self._stores: dict[tuple[bool, bool], Any] = {}
@@ -237,9 +235,7 @@ class ObstoreStorage(ObjectStore):
         """The caller's memory, each slice when it is its turn. What is still lent is in `lent`."""
         for view in blocks.views(0, blocks.nbytes, _SLICE_BYTES):
             lent.append(view)
-            seconds = self._meter.wait(len(view))
-            if seconds > 0:
-                self._meter.pause(seconds)
+            self._meter.take_turn(len(view))
             yield view
 
     def _take_back(self, lent: _Views) -> None:

@@ -65,10 +65,8 @@ class S3Storage(ObjectStore):
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         super().__init__(url, options)
-        self._bucket, _, prefix = self._path.partition("/")
         if not self._bucket:
             raise StorageError(f"no bucket in {self._scheme}://", hint="give s3://bucket/folder")
-        self._prefix = f"{prefix}/" if prefix else ""
         library_options = self._library_options
         extra: Any = library_options.pop("s3_additional_kwargs", {})
         payer: dict[str, Any] = {"RequestPayer": "requester"} if library_options.get("requester_pays") else {}
@@ -114,9 +112,8 @@ class S3Storage(ObjectStore):
         self._calls.run(self._calls.client(), "open", "")
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        key = self._key(name)
         with closing(MemoryBlocks(blocks)) as whole:
-            self._calls.run(self._put(name, key, whole, exclusive=exclusive), "write", name)
+            self._calls.run(self._put(name, self._key(name), whole, exclusive=exclusive), "write", name)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         checked(name)
@@ -372,8 +369,7 @@ class S3Storage(ObjectStore):
                 await self._multipart.abort_left(key)
                 await existing(self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._extra))
 
-        outcomes = await asyncio.gather(*(remove(key) for key in keys), return_exceptions=True)
-        for outcome in outcomes:
+        for outcome in await asyncio.gather(*(remove(key) for key in keys), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 

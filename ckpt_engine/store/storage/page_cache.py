@@ -34,10 +34,11 @@ _HUGE = 1 << 6  # PAGE_IS_HUGE
 def is_in_huge_page(address: int) -> bool:
     """Whether the memory at `address` is part of a huge page; also True where the kernel cannot say (before 6.7)."""
     start, region = address - address % PAGE_BYTES, (ctypes.c_uint64 * 3)()
-    end = start + PAGE_BYTES
     # struct pm_scan_arg: its size, flags, from, to, where it ended, room for regions, how many, pages to be found at
     # most, categories that are inverted, that a page must have, any of which it must have, and that are returned.
-    ask = (ctypes.c_uint64 * 12)(96, 0, start, end, 0, ctypes.addressof(region), 1, 0, 0, _HUGE, 0, _HUGE)
+    ask = (ctypes.c_uint64 * 12)(
+        96, 0, start, start + PAGE_BYTES, 0, ctypes.addressof(region), 1, 0, 0, _HUGE, 0, _HUGE
+    )
     try:
         with _PAGEMAP.open("rb", buffering=0) as pagemap:
             return int(fcntl.ioctl(pagemap, _PAGEMAP_SCAN, ask)) > 0

@@ -97,18 +97,20 @@ class OthersError(Exception):
     """The object is there, and by somebody else."""
 
 
+def _answer_of(error: BaseException) -> S3Answer:
+    """The error answer; empty if there was no answer."""
+    response = getattr(error, "response", None)
+    return response if isinstance(response, dict) else {}
+
+
 def status_of(error: BaseException) -> int:
     """The HTTP status of an error answer, 0 if there was no answer."""
-    response = getattr(error, "response", None)
-    if not isinstance(response, dict):
-        return 0
-    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return int(_answer_of(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def code_of(error: BaseException) -> str:
     """The S3 error code of an error answer, "" if there was none."""
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+    return str(_answer_of(error).get("Error", {}).get("Code", ""))
 
 
 async def existing(request: Awaitable[_T]) -> _T | None:
@@ -139,8 +141,7 @@ def is_transient(error: BaseException) -> bool:
 
 def retry_after_seconds(error: BaseException) -> float:
     """The `Retry-After` of an answer in seconds, at most a minute; 0 if there is none."""
-    response: Any = getattr(error, "response", None) or {}
-    text = str(response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
+    text = str(_answer_of(error).get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
     return min(float(text), 60.0) if text.isdigit() else 0.0
 
 

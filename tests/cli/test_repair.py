@@ -104,7 +104,7 @@ def test_every_damaged_file_gets_its_bytes_back(
     assert near.ids[-1] not in shared
     damage(near.root / shared)
     (near.root / gone).unlink()
-    zero(near.root / names.manifest_name(near.ids[-1]))  # it can be told from that of another form when the data that it shares is mended
+    zero(near.root / names.manifest_name(near.ids[-1]))
     where = [tmp_path / "c.yaml"] if named == "tiers" else [near.root, "--from", tmp_path / "far"]
     tried = ckpt("repair", *where, "--dry-run")
     hurt = near.files()

@@ -56,10 +56,11 @@ def mend_run(
         sources = [one for one in (*run.places, *others) if one.storage.url != copies.url]
         # Manifests come first: they say what is needed of data files.
         damaged = sorted({one.file for one in copies.problems if one.file}, reverse=True)
-        with acquire(place.storage) if damaged and not dry_run else nullcontext():
+        with acquire(place.storage) if damaged and not dry_run else nullcontext() as lease:
             for name in damaged:
                 with suppress(CorruptError), _whole(place, sources, name, counting) as (image, source):
-                    if not dry_run:
+                    if lease is not None:
+                        lease.check()
                         place.storage.put(name, [image], exclusive=False)
                     mended.append(MendedFile(copies.url, name, image.nbytes, source))
     return mended

@@ -6,7 +6,7 @@ What no place has stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -56,20 +56,23 @@ def mend_run(
         sources = [one for one in (*run.places, *others) if one.storage.url != copies.url]
         # Manifests come first: they say what is needed of data files.
         damaged = sorted({one.file for one in copies.problems if one.file}, reverse=True)
-        with acquire(place.storage) if damaged and not dry_run else nullcontext() as lease:
+        nbytes = sum(item.nbytes for item in place.storage.list("") if item.name in damaged)
+        with (
+            acquire(place.storage) if damaged and not dry_run else nullcontext() as lease,
+            counting(nbytes) as advance,
+        ):
             for name in damaged:
-                with suppress(CorruptError), _whole(place, sources, name, counting) as (image, source):
+                with suppress(CorruptError), _whole(place, sources, name) as (image, source):
                     if lease is not None:
                         lease.check()
                         place.storage.put(name, [image], exclusive=False)
                     mended.append(MendedFile(copies.url, name, image.nbytes, source))
+                    advance(image.nbytes)
     return mended
 
 
 @contextmanager
-def _whole(
-    place: Repository, sources: Sequence[Repository], name: str, counting: Counting
-) -> Iterator[tuple[memoryview, str]]:
+def _whole(place: Repository, sources: Sequence[Repository], name: str) -> Iterator[tuple[memoryview, str]]:
     """The bytes of a damaged file as they were written, and where they come from.
 
     Raises:
@@ -82,9 +85,7 @@ def _whole(
     memory = scratch_file(scratch_of(place.storage), file.nbytes)
     try:
         with memoryview(memory) as image:
-            with counting(file.nbytes) as advance:
-                source = _fill(place, sources, file, needed, image, advance)
-            yield image, source
+            yield image, _fill(place, sources, file, needed, image)
     finally:
         with suppress(BufferError):  # what was raised may still hold views
             memory.close()
@@ -124,24 +125,27 @@ def _fill(
     file: DataFile,
     needed: _Needed,
     image: memoryview,
-    advance: Callable[[int], object],
 ) -> str:
     """Fill `image` with a data file, from its place as far as that is whole there; the URL of what served the rest."""
-    served = ""
-    for one in (place, *sources):
+
+    def part_of(piece: Piece) -> memoryview:
+        return image[piece.offset : piece.offset + piece.nbytes]
+
+    for base in (place, *sources):
         with suppress(CkptError):
-            if not lacking(one.storage, [file]):
-                one.storage.get_into(file.name, 0, image)
+            if not lacking(base.storage, [file]):
+                base.storage.get_into(file.name, 0, image)
                 container.parse_header(bytes(image[: container.header_nbytes(bytes(image[:8]))]))
-                served = one.storage.url
-                break
-    for piece, (snapshot, entry) in needed.items():
-        part = image[piece.offset : piece.offset + piece.nbytes]
-        if digest(part) != piece.digest:
-            found = (one.storage.url for one in sources if _serve(one, snapshot, entry, file, piece, part))
-            served = next(found, "")
-        advance(piece.nbytes)
-        if not served:
+                bad = [piece for piece in needed if digest(part_of(piece)) != piece.digest]
+                if bad or base is not place:  # else it is the header that is wrong
+                    break
+    else:
+        raise CorruptError(f"no place has {file.name} whole")
+    served = base.storage.url
+    for piece in bad:
+        snapshot, entry = needed[piece]
+        found = (one.storage.url for one in sources if _serve(one, snapshot, entry, file, piece, part_of(piece)))
+        if not (served := next(found, "")):
             raise CorruptError(f"no place has the bytes of {entry!r} in {file.name}")
     return served
 

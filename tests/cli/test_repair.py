@@ -119,6 +119,16 @@ def test_every_damaged_file_gets_its_bytes_back(
     assert "mended" not in ckpt("repair", *where).out
 
 
+def test_a_header_that_says_something_else_is_mended(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
+    """No digest is of it, and all tensors are as they were: other programs would read them by other names."""
+    near, far = pair
+    (name,) = [one for one, data in near.was.items() if one.startswith(names.DATA) and b"frozen1" in data[:4096]][:1]
+    (near.root / name).write_bytes(near.was[name].replace(b"frozen1", b"frozen9", 1))
+    done = ckpt("repair", tmp_path / "c.yaml")
+    assert done.code == 0 and f"{name}  mended from {far.root}" in done.out
+    assert near.files() == near.was
+
+
 def test_two_damaged_copies_mend_each_other(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
     """Each lacks another tensor of the same file."""
     near, far = pair

@@ -230,8 +230,8 @@ class CorruptError(FormatError):
     """Bytes are not those that were written: a file was cut off, changed, or its disk returns others.
 
     A resume takes what is damaged from another tier, or the next older whole snapshot, and its report says so. `ckpt
-    verify ROOT` names the tensors that are hit; with several tiers `ckpt cp SOURCE TARGET` makes a whole copy
-    elsewhere. Damage that comes back is a disk or memory that fails: replace it.
+    verify ROOT` names the tensors that are hit, and `ckpt repair ROOT` puts back their bytes from another tier.
+    Damage that comes back is a disk or memory that fails: replace it.
     """
 
     code = "CKPT401"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import click
 
@@ -33,8 +34,29 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """
     run = open_run(root)
     checked, away = check_run(run, snapshots, partial(progress, "verifying", hidden=as_json))
+    print_check(root, run, checked, away, as_json=as_json, is_whole_run=not snapshots)
+    sys.exit(int(not all_ok(checked)))
+
+
+def print_check(
+    root: str,
+    run: Run,
+    checked: Sequence[CheckedCopies],
+    away: Sequence[UnreachableTier],
+    *,
+    as_json: bool,
+    is_whole_run: bool = True,
+    repair: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Writes what was found.
+
+    Args:
+        root: the run, as the user names it.
+        is_whole_run: all of it was checked.
+        repair: what a repair has done before that; empty: there was none.
+    """
     if as_json:
-        print_json(_json(run, checked, away))
+        print_json({**_json(run, checked, away), **repair})
     else:
         for copies in checked:
             if run.is_tiered:
@@ -51,24 +73,26 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         others = f", {count(damaged, 'other file')} damaged" if damaged else ""
         print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
         print_away(away)
-        if not snapshots and not all(one.ok for one in verdicts) and not any(one.partial for one in verdicts):
-            print_text(*_next(root, checked, is_tiered=run.is_tiered))
-    sys.exit(int(not all_ok(checked)))
+        if is_whole_run and not all(one.ok for one in verdicts) and not any(one.partial for one in verdicts):
+            tries = repair.get("dry_run", not repair)
+            print_text(*_next(root, checked, is_tiered=run.is_tiered, tries=bool(tries)))
 
 
-def _next(root: str, checked: Sequence[CheckedCopies], *, is_tiered: bool) -> list[str]:
-    """What a resume takes now, and what to do."""
+def _next(root: str, checked: Sequence[CheckedCopies], *, is_tiered: bool, tries: bool) -> list[str]:
+    """What a resume takes now, and what to do; `tries`: the places that are known may still mend it."""
+    repair = f"`ckpt repair {shlex.quote(root)}{'' if is_tiered and tries else ' --from OTHER'}` mends it from"
+    mends = f"{repair} {'the other tiers' if is_tiered and tries else 'another copy of the run'}"
     whole = [one for copies in checked for one in copies.verdicts if one.ok and not one.forgotten and not one.partial]
     if not whole:
         return [
             "no snapshot is whole here: a resume is refused",
-            "do:  restore the folder from a backup, or start in a new folder",
+            f"do:  {mends}; or start in a new folder",
         ]
     newest = max(whole, key=lambda one: one.snapshot)
     joint = ", or a newer one whose copies complete each other" if is_tiered else ""
     return [
         f"a resume takes {newest.snapshot}{joint}",
-        f"do:  `ckpt cp {shlex.quote(root)} NEW` copies what is whole to a new place",
+        f"do:  {mends}; `ckpt cp {shlex.quote(root)} NEW` copies what is whole to a new place",
     ]
 
 

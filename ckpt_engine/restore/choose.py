@@ -24,6 +24,7 @@ from ckpt_engine.errors import (
     StorageError,
     StorageMissingError,
 )
+from ckpt_engine.observe import units
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.ask_tiers import Repair
 from ckpt_engine.restore.memory import URL
@@ -392,6 +393,8 @@ def _notes_of_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
     yield from map(str, named[:MAX_TOLD])
     if len(named) > MAX_TOLD:
         yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
+    for bad, good in dict.fromkeys((one.bad, one.good) for one in repairs if one.bad != URL):
+        yield f"mend that copy when the run has ended: `ckpt repair {units.place(bad)} --from {units.place(good)}`"
     sums: dict[tuple[str, str, str], Repair] = {}
     for repair in repairs:
         if repair.entry is None:

@@ -61,7 +61,9 @@ def test_damage_ends_with_what_a_resume_takes(
         run_folder.flip(ids[step], "state_dict/layer.bias")
     *_, resume, do = ckpt("verify", run_folder.path).out.splitlines()
     assert resume == f"a resume takes {ids[taken]}"
-    assert do.startswith(f"do:  `ckpt cp {run_folder.path} NEW`")
+    assert do.startswith(
+        f"do:  `ckpt repair {run_folder.path} --from OTHER` mends it from another copy of the run; `ckpt cp "
+    )
     assert "a resume takes" not in ckpt("verify", run_folder.path, "3").out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ WORDS = 64
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensors of these types, and of no other, have memory themselves."""
 _MT19937_BYTES = 624 * 4 + 4
+_MOST_BEFORE = 512
+"""A generator of torch has so few bytes before these."""
 
 
 def words(address: int, nbytes: int) -> bytes:
@@ -43,3 +46,27 @@ def numpy_stream() -> bytes | None:
         return None
     address = generator.ctypes.state_address
     return bytes(MEMORY[address : address + _MT19937_BYTES])
+
+
+def torch_stream() -> bytes:
+    """Which word of torch's generator for the CPU is the next one, and all of them.
+
+    The second of a pair of normals is not in it.
+    """
+    if (begin := _begin_of_stream()) is None:
+        return _copied_stream()
+    address = torch.default_generator._cdata + begin  # type: ignore[attr-defined]
+    return MEMORY[address : address + _MT19937_BYTES]  # type: ignore[no-any-return]
+
+
+def _copied_stream() -> bytes:
+    state = torch.default_generator.get_state().numpy()
+    return state[16 : 16 + 8 * 625].view(np.uint64).astype(np.uint32).tobytes()
+
+
+@cache
+def _begin_of_stream() -> int | None:
+    """Where a generator has that in its memory; None where it does not."""
+    address, copied = getattr(torch.default_generator, "_cdata", 0), _copied_stream()
+    begin = MEMORY[address : address + _MOST_BEFORE].find(copied[:32]) if address else -1
+    return begin if begin >= 0 and MEMORY[address + begin : address + begin + _MT19937_BYTES] == copied else None

@@ -28,7 +28,7 @@ from ckpt_engine.errors import RanksError, ReplayError
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.probe.batch import digest_of
 from ckpt_engine.probe.rank_verdicts import joined, publish
-from ckpt_engine.probe.raw_memory import MEMORY, numpy_stream
+from ckpt_engine.probe.raw_memory import numpy_stream, torch_stream
 from ckpt_engine.probe.repeated_steps import RepeatedSteps, steps_behind
 from ckpt_engine.probe.sample import Sampler
 from ckpt_engine.ranks.world import Ranks
@@ -41,7 +41,7 @@ _SINCE = "since"
 """Its entry that says when a process has gone another way than those before it: what they did counts no more."""
 _OTHER_STREAMS_EACH = 16
 """Python's stream takes longer to read than torch's."""
-VERSION = 3
+VERSION = 4
 """What a row has: rows of another version cannot be compared."""
 
 
@@ -84,17 +84,22 @@ class FlightRecorder:
         }
         self.fd, memory = shared_memory("ckpt-rows", ROWS * ROW_BYTES)
         self._ring = Ring(memory)
-        self._process = os.getpid()
         self._samplers: dict[int, Sampler] = {}
         self._by_hand: Any = SimpleNamespace(param_groups=[], state={})
         """Stands for the optimizer of a run without one of torch's."""
-        self._number = self._calls = self._step = self._skips = 0
-        self._batch = 0
+        self._number = self._calls = self._step = self._skips = self._batch = self._rates_digest = 0
+        self._rates: list[float] = []
         self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size, _SINCE: time.time()}
         self._comparison: RepeatedSteps | None = None
         self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None
         self._handle: RemovableHandle | None = register_optimizer_step_post_hook(self._stepped)
+
+    def leave_fork(self) -> None:
+        """See `Leaver`: a fork shares the memory of the rows."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def close(self) -> None:
         """Record no more. What was compared is the outcome. Idempotent."""
@@ -206,28 +211,30 @@ class FlightRecorder:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         sampler = self._samplers.get(id(optimizer)) or self._follow(optimizer)
-        if sampler is None or os.getpid() != self._process:  # a fork shares the memory
+        if sampler is None or self._handle is None:
             return
         self._calls += 1
         self._number += 1
         rates = [rate if type(rate := group.get("lr")) is float else _number(rate) for group in optimizer.param_groups]
+        if rates != self._rates:
+            self._rates, self._rates_digest = rates, xxhash.xxh3_64_intdigest(array("d", rates))
         words = sampler.look(self._calls)  # which may make another plan
-        row = Row(
+        row = (
             self._number,
             self._calls,
             self._step + 1,
             sampler.checksum,
             sampler.plan,
             self._batch,
-            _torch_stream(),
+            xxhash.xxh3_64_intdigest(torch_stream()),
             0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
-            xxhash.xxh3_64_intdigest(array("d", rates)),
+            self._rates_digest,
             time.time(),
             words,
         )
         self._batch = 0
         comparison = self._comparison
-        if comparison is not None and not comparison.over and comparison.compare(row):
+        if comparison is not None and not comparison.over and comparison.compare(Row._make(row)):
             self._judged()
             if self._stops and comparison.replay.first is not None:  # a step that is not to be is no measure of others
                 raise ReplayError(
@@ -254,12 +261,6 @@ def _number(rate: Any) -> float:
     if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
         return 0.0
     return float(rate or 0.0)
-
-
-def _torch_stream() -> int:
-    state = torch.default_generator.get_state()
-    address = state.data_ptr()
-    return xxhash.xxh3_64_intdigest(MEMORY[address : address + state.nbytes])
 
 
 def _other_streams() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,10 +28,18 @@ _SHARES = 4096
 _APART = 32
 """A chunk begins at a multiple of so many bytes."""
 _STRIDED = torch.strided
+_AHEAD = 64
+_Read = tuple[int, int, Any, int, int, int, int, int]
+"""Group and place of a parameter, a name in what is known of it or None, how much is known of it, which elements, and
+where they lie: the address of the tensor, where they begin and end; zeros where that is asked in the step itself."""
 
 
 class Sampler:
     """Of one optimizer.
+
+    Where the words of the next steps lie is found for many steps at once: in a step whose caches are cold, each function
+    that is called costs as much as a hundred calls in a row. A step reads them there only if each tensor still has that
+    memory.
 
     Args:
         optimizer: whose parameters are looked at.
@@ -51,6 +59,8 @@ class Sampler:
         """None, and the names of what an optimizer knows of a parameter, in order: a resume may change theirs."""
         self._by_size: list[tuple[int, int]] = []
         """A large parameter is in several of these places."""
+        self._first, self._reads = 0, list[list[_Read]]()
+        """The reads of this step and of those behind it."""
 
     def look(self, calls: int) -> bytes:
         """The words of this step, in chunks of `CHUNK_BYTES`.
@@ -58,7 +68,14 @@ class Sampler:
         Args:
             calls: optimizer steps of the run so far.
         """
-        return b"".join([chunk for *_, chunk in self._chunks(calls)])
+        at, ahead = calls - self._first, 1
+        if not 0 <= at < len(self._reads):
+            ahead = min(2 * len(self._reads) or 1, _AHEAD)
+        elif (words := self._read(self._reads[at])) is not None:
+            return words
+        self._first = calls
+        self._reads = [list(self._reads_of(one)) for one in range(calls, calls + ahead)]
+        return self._read(self._reads[0]) or b""
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:
         """Of the chunks of that step the tensor and its dtype.
@@ -67,18 +84,42 @@ class Sampler:
             named: names of parameters by their ids.
         """
         found = []
-        for parameter, key, tensor, _ in self._chunks(calls):
-            name = named.get(id(parameter), "a parameter")
-            called = name if tensor is parameter else f"{key} of {name}"
-            found.append((called, str(tensor.dtype).removeprefix("torch.")))
+        for group, place, key, _, draw, *_ in self._reads_of(calls):
+            parameter = self.optimizer.param_groups[group]["params"][place]
+            tensor = parameter if key is None else self.optimizer.state[parameter][key]
+            if chunk_of(tensor, draw) is not None:
+                name = named.get(id(parameter), "a parameter")
+                called = name if key is None else f"{key} of {name}"
+                found.append((called, str(tensor.dtype).removeprefix("torch.")))
         return found
 
-    def _chunks(self, calls: int) -> list[tuple[Any, Any, Any, bytes]]:
-        """Those of this step: each with its parameter, its name in what is known of that, and its tensor."""
+    def _read(self, reads: list[_Read]) -> bytes | None:
+        """The words; None: they are not where they were."""
+        groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
+        if len(groups) != len(self._counts):
+            return None
+        for group, count in zip(groups, self._counts, strict=True):
+            if len(group["params"]) != count:
+                return None
+        for number, place, key, many, draw, address, begin, end in reads:
+            parameter = tensor = groups[number]["params"][place]
+            known = state.get(parameter)
+            if (len(known) if known else 0) != many:
+                return None
+            try:
+                if key is not None:
+                    tensor = known[key]
+                if end and tensor.data_ptr() != address:
+                    return None
+            except (AttributeError, KeyError, RuntimeError):
+                return None
+            words += MEMORY[begin:end].ljust(CHUNK_BYTES, b"\0") if end else _bytes_of(chunk_of(tensor, draw))
+        return words
+
+    def _reads_of(self, calls: int) -> Iterator[_Read]:
         groups, state = self.optimizer.param_groups, self.optimizer.state
         if [len(group["params"]) for group in groups] != self._counts:
             self._make_plan()
-        found: list[tuple[Any, Any, Any, bytes]] = []
         places, draw = self._places, xxhash.xxh3_64_intdigest(calls.to_bytes(8, "little"))
         for slot in range(calls * EACH_WAY, (calls + 1) * EACH_WAY) if places else ():
             turn, number = divmod(slot, len(places))
@@ -92,10 +133,12 @@ class Sampler:
                     one = known.get(key)
                     if isinstance(one, torch.Tensor) and one.dim():  # else a step counter, say
                         tensor = one
-                if (chunk := chunk_of(tensor, draw >> 12)) is not None:
-                    found.append((parameter, key, tensor, chunk))
+                    else:
+                        key = None
+                lies = chunk_of(tensor, draw >> 12)
+                memory = (tensor.data_ptr(), *lies) if isinstance(lies, tuple) and type(tensor) in PLAIN else (0, 0, 0)
+                yield group, place, key, len(known or ()), draw >> 12, *memory
             draw //= _SHARES
-        return found
 
     def _make_plan(self) -> None:
         groups = self.optimizer.param_groups
@@ -112,10 +155,11 @@ def _size_of(parameter: Any) -> int:
     return 1 if is_lazy(parameter) else max(1, parameter.numel())
 
 
-def chunk_of(tensor: Any, draw: int) -> bytes | None:
-    """Neighbouring elements of `CHUNK_BYTES` bytes in all, filled up with zeros; None: they cannot be read here.
+def chunk_of(tensor: Any, draw: int) -> tuple[int, int] | bytes | None:
+    """Where neighbouring elements of at most `CHUNK_BYTES` bytes lie in memory; themselves, if they do not lie there in
+    their order; None: they cannot be read here.
 
-    The same elements are read however they lie in memory.
+    The same elements are chosen however they lie in memory.
 
     Args:
         draw: which ones, any number.
@@ -127,11 +171,13 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
     end = min(nbytes, start + CHUNK_BYTES)
-    if not address:
-        words = b""
-    elif tensor.is_contiguous():
-        words = MEMORY[address + start : address + end]
-    else:
-        size = tensor.itemsize
-        words = elements(tensor).flat[start // size : end // size].tobytes()
-    return words.ljust(CHUNK_BYTES, b"\0")
+    if address and tensor.is_contiguous():
+        return address + start, address + end
+    size = tensor.itemsize
+    return elements(tensor).flat[start // size : end // size].tobytes() if address else b""
+
+
+def _bytes_of(found: tuple[int, int] | bytes | None) -> bytes:
+    """The words of a chunk, filled up with zeros."""
+    words = MEMORY[found[0] : found[1]] if isinstance(found, tuple) else found
+    return b"" if words is None else words.ljust(CHUNK_BYTES, b"\0")  # type: ignore[no-any-return]

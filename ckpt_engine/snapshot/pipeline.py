@@ -25,7 +25,7 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
 from ckpt_engine.snapshot.cuda import TornCopyError
-from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage
+from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage, leavers
 from ckpt_engine.snapshot.save_request import OwnSnapshots, Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.snapshot.unchanged import Unchanged
@@ -158,6 +158,7 @@ class Pipeline:
     def record(self, recorder: FlightRecorder) -> None:
         """Share the rows of this recorder with the writer from now on."""
         self.recorder = recorder
+        leavers.add(recorder)
         if self._writer is not None and self._writer.client is not None:
             self._share_rows(self._writer.client)
 

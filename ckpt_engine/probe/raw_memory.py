@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ WORDS = 64
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensors of these types, and of no other, have memory themselves."""
 _MT19937_BYTES = 624 * 4 + 4
-_MOST_BEFORE = 512
-"""A generator of torch has so few bytes before these."""
+_STREAM_BYTES = 256
 
 
 def words(address: int, nbytes: int) -> bytes:
@@ -48,25 +46,24 @@ def numpy_stream() -> bytes | None:
     return bytes(MEMORY[address : address + _MT19937_BYTES])
 
 
-def torch_stream() -> bytes:
-    """Which word of torch's generator for the CPU is the next one, and all of them.
-
-    The second of a pair of normals is not in it.
-    """
-    if (begin := _begin_of_stream()) is None:
-        return _copied_stream()
-    address = torch.default_generator._cdata + begin  # type: ignore[attr-defined]
-    return MEMORY[address : address + _MT19937_BYTES]  # type: ignore[no-any-return]
-
-
 def _copied_stream() -> bytes:
     state = torch.default_generator.get_state().numpy()
-    return state[16 : 16 + 8 * 625].view(np.uint64).astype(np.uint32).tobytes()
+    return state[16 : 16 + 2 * _STREAM_BYTES].view(np.uint64).astype(np.uint32).tobytes()
 
 
-@cache
-def _begin_of_stream() -> int | None:
-    """Where a generator has that in its memory; None where it does not."""
+def _address_of_stream() -> int | None:
+    """Where the generator has that in its memory; None: elsewhere."""
     address, copied = getattr(torch.default_generator, "_cdata", 0), _copied_stream()
-    begin = MEMORY[address : address + _MOST_BEFORE].find(copied[:32]) if address else -1
-    return begin if begin >= 0 and MEMORY[address + begin : address + begin + _MT19937_BYTES] == copied else None
+    at = MEMORY[address : address + 2 * _STREAM_BYTES].find(copied) if address else -1
+    return None if at < 0 else address + at
+
+
+_STREAM = _address_of_stream()
+
+
+def torch_stream() -> bytes:
+    """Which word of torch's generator for the CPU is the next one, and the first words.
+
+    Streams that differ do so there. The second of a pair of normals is not in it.
+    """
+    return _copied_stream() if _STREAM is None else MEMORY[_STREAM : _STREAM + _STREAM_BYTES]  # type: ignore[no-any-return]

@@ -98,9 +98,11 @@ class Sampler:
         groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
         if len(groups) != len(self._counts):
             return None
-        for group, count in zip(groups, self._counts, strict=True):
-            if len(group["params"]) != count:
+        number = 0
+        for count in self._counts:
+            if len(groups[number]["params"]) != count:
                 return None
+            number += 1
         for number, place, key, many, draw, address, begin, end in reads:
             parameter = tensor = groups[number]["params"][place]
             known = state.get(parameter)
@@ -113,7 +115,7 @@ class Sampler:
                     return None
             except (AttributeError, KeyError, RuntimeError):
                 return None
-            words += MEMORY[begin:end].ljust(CHUNK_BYTES, b"\0") if end else _bytes_of(chunk_of(tensor, draw))
+            words += MEMORY[begin:end] if end else _bytes_of(chunk_of(tensor, draw))
         return words
 
     def _reads_of(self, calls: int) -> Iterator[_Read]:
@@ -135,8 +137,9 @@ class Sampler:
                         tensor = one
                     else:
                         key = None
-                lies = chunk_of(tensor, draw >> 12)
-                memory = (tensor.data_ptr(), *lies) if isinstance(lies, tuple) and type(tensor) in PLAIN else (0, 0, 0)
+                lies, memory = chunk_of(tensor, draw >> 12), (0, 0, 0)
+                if isinstance(lies, tuple) and lies[1] - lies[0] == CHUNK_BYTES and type(tensor) in PLAIN:
+                    memory = (tensor.data_ptr(), *lies)
                 yield group, place, key, len(known or ()), draw >> 12, *memory
             draw //= _SHARES
 

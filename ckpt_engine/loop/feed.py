@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpt_engine.loop.tracker import Tracker
 
 State = dict[str, Any]
-_clock = itertools.count(1)
+clock = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,9 @@ class Feed:
     def stepped(self) -> None:
         """Weights have changed."""
         self.trained = True
-        self.longest = max(self.longest or 0, self.without_step)
-        self._stepped_at = self.delivered
+        taken, self._stepped_at = self.delivered - self._stepped_at, self.delivered
+        if self.longest is None or taken > self.longest:
+            self.longest = taken
 
     def say(self, problem: str) -> None:
         """Passes over this loader cannot be repeated."""
@@ -337,7 +338,7 @@ class Feed:
         if resumed is None:
             self.delivered = 0
         self.trained = resumed is not None and bool(resumed.get("trained", self.delivered > 0))
-        self.begun_at, self._stepped_at = next(_clock), self.delivered
+        self.begun_at, self._stepped_at = next(clock), self.delivered
         unknown = self.lead.ahead is None
         self.lead.begin()
         if unknown and self.lead.ahead is not None:
@@ -356,7 +357,7 @@ class Feed:
     def _close(self, phase: PassPhase = LEFT) -> None:
         if self.phase not in OPEN:
             return
-        self.phase, self.left_at = self.phase.to(phase), next(_clock)
+        self.phase, self.left_at = self.phase.to(phase), next(clock)
         if self.trained:
             self.epochs += 1
             self.starts_only = not self.interior
@@ -392,25 +393,6 @@ class Feed:
     def _live(self) -> Any:
         return deref(self._outer)
 
-    # -- what the pass reports
-    def _asked(self) -> None:
-        self.asked_at = next(_clock)
-        if (listener := self._listener()) is not None:
-            listener.asked(self)
-        self._resumed = None
-        if self.phase is BEGUN:
-            self.phase = self.phase.to(RUNNING)
-
-    def _given(self, batch: Any) -> None:
-        self.delivered += 1
-        self._recorded += 1
-        if self.lead.ahead is None:
-            self.lead.given(batch)
-        if (listener := self._listener()) is not None:
-            listener.given(self, batch)
-        if self._share == 0:
-            self.position.forget()  # a loaded position holds until a batch is fetched
-
     def _failed(self, error: Exception) -> None:
         if (listener := self._listener()) is not None:
             listener.failed(self, error)
@@ -429,7 +411,12 @@ class _Pass(Proxy):
         feed = self._feed
         current = feed.phase in OPEN and feed._pass is not None and feed._pass() is self
         if current:
-            feed._asked()
+            feed.asked_at = next(clock)
+            if (listener := feed._listener()) is not None:
+                listener.asked(feed)
+            feed._resumed = None
+            if feed.phase is BEGUN:
+                feed.phase = feed.phase.to(RUNNING)
         try:
             batch = next(self.inner)
         except StopIteration:
@@ -441,7 +428,14 @@ class _Pass(Proxy):
                 feed._failed(err)
             raise
         if current:
-            feed._given(batch)
+            feed.delivered += 1
+            feed._recorded += 1
+            if feed.lead.ahead is None:
+                feed.lead.given(batch)
+            if (listener := feed._listener()) is not None:
+                listener.given(feed, batch)
+            if feed._share == 0:
+                feed.position.forget()  # a loaded position holds until a batch is fetched
         elif feed.phase in OPEN:
             feed.say(f"two passes over {feed.name!r} run at the same time: make a second DataLoader and track both")
         return batch

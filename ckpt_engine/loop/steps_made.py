@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,16 @@ class StepsMade(set[int]):
     def mark(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped. Without a gradient it has used up nothing."""
         one, groups = id(optimizer), optimizer.param_groups
-        ends = _first_graded(groups, 1), _first_graded(groups, -1)
-        found = [(p, weakref.ref(grad), _version(grad)) for p in ends if p is not None and (grad := p.grad) is not None]
-        for mark in self._left.pop(one, ()):
+        first = _first_graded(groups)
+        for mark in self._left.pop(one, ()) if self._left else ():
             if mark[0].grad is not None and mark[0].grad is mark[1]() and _version(mark[0].grad) != mark[2]:
                 self._reuse.add(one)
-        self._marks[one] = found
-        (self.add if found else self.discard)(one)
+        if first is None:
+            self._marks[one] = []
+            self.discard(one)
+        else:
+            self._marks[one] = [first, _first_graded(groups, reversed) or first]
+            self.add(one)
 
     def reused(self) -> list[str]:
         """The optimizers whose gradients the loop does not clear before it adds to them."""
@@ -81,9 +84,13 @@ def _is_changed(mark: _Mark) -> bool:
     return grad is None or grad is not mark[1]() or _version(grad) != mark[2]
 
 
-def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor | None:
-    """The first parameter that has a gradient, from the beginning (1) or from the end (-1)."""
-    return next((p for group in groups[::way] for p in group["params"][::way] if p.grad is not None), None)
+def _first_graded(groups: Sequence[Mapping[str, Any]], way: Callable[[Any], Iterable[Any]] = iter) -> _Mark | None:
+    """The first parameter that has a gradient, from the beginning (`iter`) or from the end (`reversed`)."""
+    for group in way(groups):
+        for parameter in way(group["params"]):
+            if (grad := parameter.grad) is not None:
+                return parameter, weakref.ref(grad), _version(grad)
+    return None
 
 
 def needs_optimizer(name: str) -> ConfigError:

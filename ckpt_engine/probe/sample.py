@@ -37,9 +37,8 @@ where they lie: the address of the tensor, where they begin and end; zeros where
 class Sampler:
     """Of one optimizer.
 
-    Where the words of the next steps lie is found for many steps at once: in a step whose caches are cold, each function
-    that is called costs as much as a hundred calls in a row. A step reads them there only if each tensor still has that
-    memory.
+    Where the words of the next steps lie is found for many steps at once: with cold caches, the first call of a function
+    costs as much as a hundred calls in a row. A step reads them there only if each tensor still has that memory.
 
     Args:
         optimizer: whose parameters are looked at.
@@ -98,11 +97,9 @@ class Sampler:
         groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
         if len(groups) != len(self._counts):
             return None
-        number = 0
-        for count in self._counts:
+        for number, count in enumerate(self._counts):
             if len(groups[number]["params"]) != count:
                 return None
-            number += 1
         for number, place, key, many, draw, address, begin, end in reads:
             parameter = tensor = groups[number]["params"][place]
             known = state.get(parameter)

@@ -324,7 +324,8 @@ class Engine:
         """
         if type(step) is not int or not 0 <= step <= arguments.MOST:
             step = arguments.whole_number("step", step)
-        self._rehearse(step - 1)
+        if self._rehearsal is not None:
+            self._rehearse(step - 1)
         self.times.boundary(step - 1)
         self._pipeline.begin_step(step, self.times)
 

@@ -168,6 +168,14 @@ class LoaderPosition:
         return self._pending is None and self._epoch is not None and self._epoch.exhausted
 
     @property
+    def end(self) -> tuple[bool, int | None]:
+        """Whether it is `exhausted`, and how many batches it has, where another number of ranks has begun it."""
+        epoch = self._epoch
+        if self._pending is not None or epoch is None:
+            return False, (self.dealt or (None, None))[1]
+        return epoch.exhausted, epoch.total
+
+    @property
     def dealt(self) -> tuple[Dealing, int] | None:
         """Of the current or loaded epoch, if another number of ranks has begun it: its rest, and how many batches the
         whole epoch has for this rank."""
@@ -385,12 +393,13 @@ class LoaderPosition:
                 epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
             pending.after_iterator(loader)
         self._epoch = epoch
-        followed = FollowedIterator(self.loader, iterator, epoch, lambda: self.lookahead, self._on_fetch)
+        followed = FollowedIterator(self.loader, iterator, epoch, self._on_fetch)
         return followed if self.wrap is None else self.wrap(followed)
 
-    def _on_fetch(self, epoch: Epoch) -> None:
-        if epoch is self._epoch and self._pending is not None and self._pending.begun:
+    def _on_fetch(self, epoch: Epoch) -> int:
+        if self._pending is not None and epoch is self._epoch and self._pending.begun:
             self._pending = None
+        return self.lookahead
 
     def _assemble(self, epoch: Epoch | None, fetch: Fetch | None, batches: int, phase: str) -> State:
         exactness, among = self.exactness, streams.holders(self.loader)

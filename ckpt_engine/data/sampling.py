@@ -251,7 +251,8 @@ class _RecordingIterator(streams.Proxy):
         order = self._order
         for done in range(plan.skip):
             self._record(self._draw(f"only {done} of {plan.skip} batches that were already trained"))
-            self._started()
+            if self._attributes:
+                self._started()
             order.forget_before(order.base + done)
         if plan.digest is not None and order.digest is not None:
             order.verified = order.digest == plan.digest
@@ -264,10 +265,8 @@ class _RecordingIterator(streams.Proxy):
 
     def _started(self) -> None:
         """The first entry was given: what that has changed in the sampler is made again at each start."""
-        if self._attributes:
-            made = changed(deref(self._reference), self._attributes)
-            self._order.made_at_start.update(made)
-            self._attributes = {}
+        self._order.made_at_start.update(changed(deref(self._reference), self._attributes))
+        self._attributes = {}
 
     def _take_up(self, plan: ResumePlan) -> None:
         """The sampler goes on by its own state, as it does not give again what it gave."""
@@ -283,14 +282,15 @@ class _RecordingIterator(streams.Proxy):
             self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.outstanding)))
 
     def __next__(self) -> Any:
-        first = not self._primed
-        self.prime()
+        if first := not self._primed:
+            self.prime()
         order = self._order
         if self._again:
             return self._give(self._again.popleft())
         if first or (order.draws and not self._states) or not self._watched:
             indices = next(self.inner)
-            self._started()
+            if self._attributes:
+                self._started()
             return self._give(indices)
         before = rng.probe()
         states = streams.capture_samplers(deref(self._reference)) if self._states else None
@@ -336,7 +336,7 @@ def extend_digest(digest: int | None, indices: Any) -> int | None:
     if digest is None:
         return None
     try:
-        return zlib.crc32(array("q", indices if isinstance(indices, list | tuple) else [indices]), digest)
+        return zlib.crc32(array("q", indices if isinstance(indices, (list, tuple)) else [indices]), digest)
     except (TypeError, OverflowError):
         return None
 

@@ -142,10 +142,10 @@ class Feed:
     @property
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
-        dealt = self.position.dealt
-        length = self._length if dealt is None else dealt[1]
-        exhausted = bool(getattr(self._live(), self._ended_by)) if self._share == 0 else self.position.exhausted
-        return self.delivered > 0 and (self.delivered == length or exhausted)
+        exhausted, dealt = self.position.end
+        if self._share == 0:
+            exhausted = bool(getattr(self._live(), self._ended_by))
+        return self.delivered > 0 and (exhausted or self.delivered == (dealt or self._length))
 
     @property
     def running(self) -> Any:
@@ -393,6 +393,9 @@ class Feed:
     def _live(self) -> Any:
         return deref(self._outer)
 
+    def _run(self) -> None:
+        self.phase = self.phase.to(RUNNING)
+
     def _failed(self, error: Exception) -> None:
         if (listener := self._listener()) is not None:
             listener.failed(self, error)
@@ -416,7 +419,7 @@ class _Pass(Proxy):
                 listener.asked(feed)
             feed._resumed = None
             if feed.phase is BEGUN:
-                feed.phase = feed.phase.to(RUNNING)
+                feed._run()
         try:
             batch = next(self.inner)
         except StopIteration:

@@ -58,7 +58,6 @@ class FlightRecorder:
         rank: of this process.
         name, about, fd: what `WriterClient.attach_rows` takes.
         told: hears of the outcome, once.
-        note: for the snapshot of the last boundary.
     """
 
     def __init__(
@@ -89,7 +88,9 @@ class FlightRecorder:
         """Stands for the optimizer of a run without one of torch's."""
         self._number = self._calls = self._step = self._skips = self._batch = self._rates_digest = 0
         self._rates: list[float] = []
-        self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size, _SINCE: time.time()}
+        self._since = time.time()
+        self._noted = 0, 0
+        """Steps of optimizers, and the digest of batches, at the last boundary."""
         self._comparison: RepeatedSteps | None = None
         self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None
@@ -136,6 +137,12 @@ class FlightRecorder:
                 self.told(replay)
 
     @property
+    def note(self) -> dict[str, float]:
+        """For the snapshot of the last boundary."""
+        calls, batch = self._noted
+        return {"calls": calls, "batch": batch, "world": self.about["world"], _SINCE: self._since}
+
+    @property
     def holds_back(self) -> bool:
         """Whether nothing may be overwritten yet."""
         return self._stops and self._comparison is not None and not self._comparison.over
@@ -151,11 +158,11 @@ class FlightRecorder:
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete. Where the run has no optimizer of torch, that makes a row."""
-        if step != self._step and self._calls == self.note["calls"] and not self._optimizers():
+        if self._calls == self._noted[0] and step != self._step and not self._optimizers():
             self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
             self._stepped(self._by_hand)
         self._step = step
-        self.note = {**self.note, "calls": self._calls, "batch": self._batch}
+        self._noted = self._calls, self._batch
         if self._resumed is not None:
             self._join(last=False)
 
@@ -187,8 +194,7 @@ class FlightRecorder:
         self.boundary(step)
         if saved["world"] != self.about["world"]:
             other_way = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
-        since = time.time() if other_way else float(saved.get(_SINCE, 0.0))
-        self.note = {**self.note, _SINCE: since}
+        self._since = since = time.time() if other_way else float(saved.get(_SINCE, 0.0))
         if other_way:
             self._why = other_way
             return
@@ -205,7 +211,7 @@ class FlightRecorder:
         Args:
             ahead: so many of the batches that come were counted before the snapshot.
         """
-        self._batch, self._skips = int(self.note["batch"]), ahead
+        self._batch, self._skips = self._noted[1], ahead
 
     # ---- a step
 

@@ -327,7 +327,9 @@ class Engine:
         if self._rehearsal is not None:
             self._rehearse(step - 1)
         self.times.boundary(step - 1)
-        self._pipeline.begin_step(step, self.times)
+        pulse = self._pipeline.pulse
+        if pulse is not None and pulse.beat(step):
+            pulse.spend(self.times)
 
     def ready(self, *, durable: bool = True, cold: bool = False) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks.

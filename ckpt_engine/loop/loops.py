@@ -155,7 +155,9 @@ class Loops:
         if len(self._feeds) > 1 and (outer := self._outer(feed)) is not None:
             return outer, f"in the body of the loop over {outer.name!r}"
         for one in self._feeds:
-            if one.phase in OPEN and (not one.remembers or (one.lead.ahead is None and one in due)):
+            if one.lead.ahead == 0 or one.phase not in OPEN:
+                continue
+            if not one.remembers or (one.lead.ahead is None and one in due):
                 return None, "how far the loop reads ahead is not recorded yet"
         for one in self._feeds:
             if one is not feed and one.phase in OPEN and one.asked_at > self._stepped_at:

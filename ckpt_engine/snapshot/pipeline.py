@@ -92,7 +92,7 @@ class Pipeline:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         self.memory = memory
         self._newest = Newest(self.slots.release, of_ranks=session is not None)
-        self._pulse: HeartbeatPage | None = None
+        self.pulse: HeartbeatPage | None = None
         self.groups = TrainedGroups()
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
@@ -122,7 +122,7 @@ class Pipeline:
         """
         if self._writer is not None:
             return
-        self._pulse = self._pulse or HeartbeatPage()
+        self.pulse = self.pulse or HeartbeatPage()
         if self._starting is None:
             self._group.reopens()
         if self._lost:
@@ -150,9 +150,9 @@ class Pipeline:
     def _arrived(self, client: WriterClient) -> None:
         if self.memory:
             self.memory = outlives_the_trainer(client, self._emit)
-        assert self._pulse is not None
+        assert self.pulse is not None
         with on_failure(partial(client.close, CLOSE_SECONDS)):  # else it would keep the lease
-            client.attach_pulse(self._pulse.fd)
+            client.attach_pulse(self.pulse.fd)
             self._share_rows(client)
 
     def record(self, recorder: FlightRecorder) -> None:
@@ -175,19 +175,10 @@ class Pipeline:
     def _still_starting(self) -> bool:
         return self._starting is not None and not self._starting.done()
 
-    def begin_step(self, step: int, times: RunTimes | None = None) -> None:
-        """Training is about to begin `step`; the writer tells by it how much was lost.
-
-        Args:
-            times: what the time of this process went into; said once a second.
-        """
-        if self._pulse is not None and self._pulse.beat(step) and times is not None:
-            self._pulse.spend(times)
-
     def spend(self, times: RunTimes) -> None:
         """Let the writer know what the time of this process went into, now."""
-        if self._pulse is not None:
-            self._pulse.spend(times)
+        if self.pulse is not None:
+            self.pulse.spend(times)
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
         """See `Engine.prepare`."""
@@ -233,7 +224,8 @@ class Pipeline:
         if self._writer is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
-        self.begin_step(step + 1)
+        if self.pulse is not None:
+            self.pulse.beat(step + 1)
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
         slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
@@ -282,8 +274,8 @@ class Pipeline:
             when: wall-clock and monotonic seconds of the instant.
         """
         assert self._writer is not None
-        if self._pulse is not None:
-            self._pulse.fill(slot.index, self._jobs)
+        if self.pulse is not None:
+            self.pulse.fill(slot.index, self._jobs)
         layout, marks = self.groups.look(capture)
         job = wanted.job(
             job=self._jobs,
@@ -447,9 +439,9 @@ class Pipeline:
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:
                 self._emit(Notice("WARNING", lacking))
-        if self._pulse is not None:
-            self._pulse.close()
-            self._pulse = None
+        if self.pulse is not None:
+            self.pulse.close()
+            self.pulse = None
         if self.recorder is not None:
             self.recorder.close()
         self.slots.close()

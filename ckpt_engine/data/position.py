@@ -168,14 +168,6 @@ class LoaderPosition:
         return self._pending is None and self._epoch is not None and self._epoch.exhausted
 
     @property
-    def end(self) -> tuple[bool, int | None]:
-        """Whether it is `exhausted`, and how many batches it has, where another number of ranks has begun it."""
-        epoch = self._epoch
-        if self._pending is not None or epoch is None:
-            return False, (self.dealt or (None, None))[1]
-        return epoch.exhausted, epoch.total
-
-    @property
     def dealt(self) -> tuple[Dealing, int] | None:
         """Of the current or loaded epoch, if another number of ranks has begun it: its rest, and how many batches the
         whole epoch has for this rank."""

@@ -142,10 +142,9 @@ class Feed:
     @property
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
-        exhausted, dealt = self.position.end
-        if self._share == 0:
-            exhausted = bool(getattr(self._live(), self._ended_by))
-        return self.delivered > 0 and (exhausted or self.delivered == (dealt or self._length))
+        dealt = self.position.dealt
+        exhausted = bool(getattr(self._live(), self._ended_by)) if self._share == 0 else self.position.exhausted
+        return self.delivered > 0 and (exhausted or self.delivered == (self._length if dealt is None else dealt[1]))
 
     @property
     def running(self) -> Any:

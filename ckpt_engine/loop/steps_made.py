@@ -49,16 +49,12 @@ class StepsMade(set[int]):
         if one in self._cleared:
             self.add(one)
             return
-        first = _first_graded(groups)
-        for mark in self._left.pop(one, ()) if self._left else ():
+        found = [mark for mark in (_first_graded(groups), _first_graded(groups, reversed)) if mark is not None]
+        for mark in self._left.pop(one, ()):
             if mark[0].grad is not None and mark[0].grad is mark[1]() and _version(mark[0].grad) != mark[2]:
                 self._reuse.add(one)
-        if first is None:
-            self._marks[one] = []
-            self.discard(one)
-        else:
-            self._marks[one] = [first, _first_graded(groups, reversed) or first]
-            self.add(one)
+        self._marks[one] = found
+        (self.add if found else self.discard)(one)
 
     def reused(self) -> list[str]:
         """The optimizers whose gradients the loop does not clear before it adds to them."""
@@ -98,11 +94,8 @@ def _is_changed(mark: _Mark) -> bool:
 
 def _first_graded(groups: Sequence[Mapping[str, Any]], way: Callable[[Any], Iterable[Any]] = iter) -> _Mark | None:
     """The first parameter that has a gradient, from the beginning (`iter`) or from the end (`reversed`)."""
-    for group in way(groups):
-        for parameter in way(group["params"]):
-            if (grad := parameter.grad) is not None:
-                return parameter, weakref.ref(grad), _version(grad)
-    return None
+    every = (p for group in way(groups) for p in way(group["params"]))
+    return next(((p, weakref.ref(grad), _version(grad)) for p in every if (grad := p.grad) is not None), None)
 
 
 def needs_optimizer(name: str) -> ConfigError:

@@ -246,11 +246,11 @@ class Tracker(LoopProgress):
             self._resume.say(problem)
         self._turn = self._turn or feed.asked_from
         self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
-        if feed.delivered == 0 and self._phase is FRESH:
-            # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
-            if not any(one.phase in OPEN for one in self._feeds if one is not feed):
-                self._audit.begin("batch")
-                self._audit.boundary(self._counters(feed), taking=False)
+        # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
+        is_first = feed.delivered == 0 and self._phase is FRESH
+        if is_first and not any(one.phase in OPEN for one in self._feeds if one is not feed):
+            self._audit.begin("batch")
+            self._audit.boundary(self._counters(feed), taking=False)
         if self._phase is RESTORING and feed is self._resumed:
             if feed.resuming:
                 self._reloaded.clear()

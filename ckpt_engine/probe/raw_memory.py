@@ -53,8 +53,8 @@ def _copied_stream() -> bytes:
 
 def _address_of_stream() -> int | None:
     """Where the generator has that in its memory; None: elsewhere."""
-    address, copied = getattr(torch.default_generator, "_cdata", 0), _copied_stream()
-    at = MEMORY[address : address + 2 * _STREAM_BYTES].find(copied) if address else -1
+    address = getattr(torch.default_generator, "_cdata", 0)
+    at = MEMORY[address : address + 2 * _STREAM_BYTES].find(_copied_stream()) if address else -1
     return None if at < 0 else address + at
 
 

@@ -29,16 +29,16 @@ _APART = 32
 """A chunk begins at a multiple of so many bytes."""
 _STRIDED = torch.strided
 _AHEAD = 64
-_Read = tuple[int, int, Any, int, int, int, int, int]
-"""Group and place of a parameter, a name in what is known of it or None, how much is known of it, which elements, and
-where they lie: the address of the tensor, where they begin and end; zeros where that is asked in the step itself."""
+_Read = tuple[int, int, Any, int, int, int, int]
+"""Group and place of a parameter, a name in what is known of it or None, how much is known of it, which elements, from
+which byte of the tensor on, and the address of that; zeros where the step itself has to find that."""
 
 
 class Sampler:
     """Of one optimizer.
 
-    Where the words of the next steps lie is found for many steps at once: with cold caches, the first call of a function
-    costs as much as a hundred calls in a row. A step reads them there only if each tensor still has that memory.
+    Where the words of the next steps lie is found for many steps at once: with cold caches, the first call of a
+    function costs as much as a hundred in a row. A step reads them there only if each tensor still has that memory.
 
     Args:
         optimizer: whose parameters are looked at.
@@ -95,24 +95,19 @@ class Sampler:
     def _read(self, reads: list[_Read]) -> bytes | None:
         """The words; None: they are not where they were."""
         groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
-        if len(groups) != len(self._counts):
+        if [len(group["params"]) for group in groups] != self._counts:
             return None
-        for number, count in enumerate(self._counts):
-            if len(groups[number]["params"]) != count:
-                return None
-        for number, place, key, many, draw, address, begin, end in reads:
-            parameter = tensor = groups[number]["params"][place]
+        for number, place, key, many, draw, start, begin in reads:
+            parameter = groups[number]["params"][place]
             known = state.get(parameter)
-            if (len(known) if known else 0) != many:
+            if (len(known) if isinstance(known, dict) else 0) != many:
                 return None
-            try:
-                if key is not None:
-                    tensor = known[key]
-                if end and tensor.data_ptr() != address:
-                    return None
-            except (AttributeError, KeyError, RuntimeError):
+            found: Any = parameter if key is None else known.get(key)
+            if begin and (getattr(found, "layout", None) is not _STRIDED or found.data_ptr() + start != begin):
                 return None
-            words += MEMORY[begin:end] if end else _bytes_of(chunk_of(tensor, draw))
+            if not begin and type(found := chunk_of(found, draw)) is int:
+                return None
+            words += MEMORY[begin : begin + CHUNK_BYTES] if begin else found or b""
         return words
 
     def _reads_of(self, calls: int) -> Iterator[_Read]:
@@ -123,21 +118,16 @@ class Sampler:
         for slot in range(calls * EACH_WAY, (calls + 1) * EACH_WAY) if places else ():
             turn, number = divmod(slot, len(places))
             for (group, place), way in ((places[number], turn), (self._by_size[draw % _SHARES], draw >> 40)):
-                parameter = tensor = groups[group]["params"][place]
-                known, key = state.get(parameter), None
-                if isinstance(known, dict):
-                    if (names := tuple(known)) != self._known:
-                        self._known, self._keys = names, [None, *sorted(names, key=str)]
-                    key = self._keys[way % len(self._keys)]
-                    one = known.get(key)
-                    if isinstance(one, torch.Tensor) and one.dim():  # else a step counter, say
-                        tensor = one
-                    else:
-                        key = None
-                lies, memory = chunk_of(tensor, draw >> 12), (0, 0, 0)
-                if isinstance(lies, tuple) and lies[1] - lies[0] == CHUNK_BYTES and type(tensor) in PLAIN:
-                    memory = (tensor.data_ptr(), *lies)
-                yield group, place, key, len(known or ()), draw >> 12, *memory
+                parameter = groups[group]["params"][place]
+                known = known if isinstance(known := state.get(parameter), dict) else {}
+                if (names := tuple(known)) != self._known:
+                    self._known, self._keys = names, [None, *sorted(names, key=str)]
+                one = known.get(key := self._keys[way % len(self._keys)])
+                if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
+                    one, key = parameter, None
+                start = chunk_of(one, draw >> 12)
+                lies = (start, one.data_ptr() + start) if type(start) is int else (0, 0)
+                yield group, place, key, len(known), draw >> 12, *lies
             draw //= _SHARES
 
     def _make_plan(self) -> None:
@@ -155,29 +145,24 @@ def _size_of(parameter: Any) -> int:
     return 1 if is_lazy(parameter) else max(1, parameter.numel())
 
 
-def chunk_of(tensor: Any, draw: int) -> tuple[int, int] | bytes | None:
-    """Where neighbouring elements of at most `CHUNK_BYTES` bytes lie in memory; themselves, if they do not lie there in
-    their order; None: they cannot be read here.
+def chunk_of(tensor: Any, draw: int) -> int | bytes | None:
+    """From which byte on `CHUNK_BYTES` neighbouring ones are looked at; the bytes, filled up with zeros, where that are
+    fewer, or their order in memory is another one; None: they cannot be read here.
 
     The same elements are chosen however they lie in memory.
 
     Args:
         draw: which ones, any number.
     """
-    if type(tensor) not in PLAIN and type(tensor := here(tensor)) not in PLAIN:
+    is_plain = type(tensor) in PLAIN
+    if not is_plain and type(tensor := here(tensor)) not in PLAIN:
         return None
     if not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    address, nbytes, size = tensor.data_ptr(), tensor.nbytes, tensor.itemsize
     start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
+    if is_plain and address and nbytes >= CHUNK_BYTES and tensor.is_contiguous():
+        return start
     end = min(nbytes, start + CHUNK_BYTES)
-    if address and tensor.is_contiguous():
-        return address + start, address + end
-    size = tensor.itemsize
-    return elements(tensor).flat[start // size : end // size].tobytes() if address else b""
-
-
-def _bytes_of(found: tuple[int, int] | bytes | None) -> bytes:
-    """The words of a chunk, filled up with zeros."""
-    words = MEMORY[found[0] : found[1]] if isinstance(found, tuple) else found
-    return b"" if words is None else words.ljust(CHUNK_BYTES, b"\0")  # type: ignore[no-any-return]
+    words = elements(tensor).flat[start // size : end // size].tobytes() if address else b""
+    return words.ljust(CHUNK_BYTES, b"\0")

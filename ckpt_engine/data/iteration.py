@@ -66,8 +66,7 @@ class ShippingCollate:
     """
 
     def __init__(self, collate: Callable[[Any], Any], batch_size: int | None, dataset: Any) -> None:
-        self.collate = collate
-        self.batch_size = batch_size
+        self.collate, self.batch_size = collate, batch_size
         self._before = self._kept(dataset)
         self._checked: dict[str, tuple[int | None, int | None]] = {}
         self._changes: set[str] = set()
@@ -151,8 +150,7 @@ class RoleInit:
         states: Sequence[Mapping[str, Any] | None],
         batch_size: int | None,
     ) -> None:
-        self.init = init
-        self.first = first
+        self.init, self.first = init, first
         self.states = tuple(states)
         self.batch_size = batch_size
 

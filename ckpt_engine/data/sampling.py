@@ -152,9 +152,7 @@ class RecordingSampler(streams.StandIn):
 
     def __init__(self, loader: DataLoader[Any], inner: Any, baseline: streams.Counters) -> None:
         self._reference = weakref.ref(loader)
-        self.inner = inner
-        self._baseline = baseline
-        self._calls = 0
+        self.inner, self._baseline, self._calls = inner, baseline, 0
         self._current: _RecordingIterator | None = None
         self.order = SamplerOrder()
         self.plan: ResumePlan | None = None
@@ -163,8 +161,7 @@ class RecordingSampler(streams.StandIn):
     def begin(self, order: SamplerOrder, plan: ResumePlan | None) -> None:
         """Call right before an iterator is built or reset: what follows is recorded in `order`."""
         self.order, self.plan = order, plan
-        self._calls = 0
-        self._current = None
+        self._calls, self._current = 0, None
 
     @property
     def asked(self) -> bool:

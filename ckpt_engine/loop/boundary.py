@@ -505,8 +505,7 @@ class TrainingRun:
             self.cadence.held(step, stall)
             return handle
         self.cadence.taken(step, stall)
-        self.stopping.asked = False
-        self.saved = handle
+        self.stopping.asked, self.saved = False, handle
         return handle
 
     def take_at_end(self, instant: RunInstant, reason: str) -> None:

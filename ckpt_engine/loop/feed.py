@@ -80,8 +80,7 @@ class Feed:
     """
 
     def __init__(self, name: str, source: LoaderSource, listener: Tracker) -> None:
-        self.name = name
-        self.kind = type(source.outer).__name__
+        self.name, self.kind = name, type(source.outer).__name__
         self.delivered = 0
         """Batches of the current or last pass that the consumer was given, those before a resume included."""
         self.epochs = 0
@@ -114,12 +113,10 @@ class Feed:
         self.asked_at = self.begun_at = self.left_at = 0
         """When a batch was last asked for, the last pass began, and the one before it was over; in order."""
         self.lead = Lead()
-        self._lookahead = source.lookahead
-        self._recorded = 0
+        self._lookahead, self._recorded = source.lookahead, 0
         self.dispatched, self._inexact = source.dispatched, source.inexact
         self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
-        self._count_at_begin = 0
-        self._base_begun = False
+        self._count_at_begin, self._base_begun = 0, False
         self._resumed: State | None = None
         self._streams: Mapping[str, Any] | None = None
         """Where no batch of the torch loader is fetched: what is to be installed once its iterator is there."""

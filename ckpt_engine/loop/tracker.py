@@ -78,8 +78,7 @@ class Tracker(LoopProgress):
         begins_at: int | None = None,
     ) -> None:
         super().__init__(engine, logging.getLogger(f"ckpt_engine.{trainer}"), begins_at or 0)
-        self._parts = parts
-        self._surroundings = surroundings
+        self._parts, self._surroundings = parts, surroundings
         outside = calls_now()
         self._audit = Audit(
             engine.config.hidden,

@@ -97,10 +97,8 @@ class FlightRecorder:
         self._handle: RemovableHandle | None = register_optimizer_step_post_hook(self._stepped)
 
     def leave_fork(self) -> None:
-        """See `Leaver`: a fork shares the memory of the rows."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """See `Leaver`: a fork shares the memory of the rows, and puts none there."""
+        self._handle = None
 
     def close(self) -> None:
         """Record no more. What was compared is the outcome. Idempotent."""

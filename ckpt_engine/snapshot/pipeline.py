@@ -81,9 +81,7 @@ class Pipeline:
         tier: str = "",
         process: bool = False,
     ) -> None:
-        self._open_writer = open_writer
-        self.process = process
-        self._emit = emit
+        self._open_writer, self.process, self._emit = open_writer, process, emit
         self._group = OwnSnapshots() if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self.slots = Slots(slots)

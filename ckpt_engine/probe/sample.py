@@ -29,9 +29,10 @@ _APART = 32
 """A chunk begins at a multiple of so many bytes."""
 _STRIDED = torch.strided
 _AHEAD = 64
-_Read = tuple[int, int, Any, int, int, int, int]
+_Read = tuple[int, int, Any, int, int, int, int, int]
 """Group and place of a parameter, a name in what is known of it or None, how much is known of it, which elements, from
-which byte of the tensor on, and the address of that; zeros where the step itself has to find that."""
+which byte of the tensor on, and the addresses of the first and last one; zeros where the step itself has to find that.
+"""
 
 
 class Sampler:
@@ -97,7 +98,7 @@ class Sampler:
         groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
         if [len(group["params"]) for group in groups] != self._counts:
             return None
-        for number, place, key, many, draw, start, begin in reads:
+        for number, place, key, many, draw, start, begin, end in reads:
             parameter = groups[number]["params"][place]
             known = state.get(parameter)
             if (len(known) if isinstance(known, dict) else 0) != many:
@@ -107,7 +108,7 @@ class Sampler:
                 return None
             if not begin and type(found := chunk_of(found, draw)) is int:
                 return None
-            words += MEMORY[begin : begin + CHUNK_BYTES] if begin else found or b""
+            words += MEMORY[begin:end].ljust(CHUNK_BYTES, b"\0") if begin else found or b""
         return words
 
     def _reads_of(self, calls: int) -> Iterator[_Read]:
@@ -126,8 +127,9 @@ class Sampler:
                 if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
                     one, key = parameter, None
                 start = chunk_of(one, draw >> 12)
-                lies = (start, one.data_ptr() + start) if type(start) is int else (0, 0)
-                yield group, place, key, len(known), draw >> 12, *lies
+                begin = one.data_ptr() + start if type(start) is int else 0
+                end = begin + min(one.nbytes, CHUNK_BYTES) if begin else 0
+                yield group, place, key, len(known), draw >> 12, start if begin else 0, begin, end
             draw //= _SHARES
 
     def _make_plan(self) -> None:
@@ -146,8 +148,8 @@ def _size_of(parameter: Any) -> int:
 
 
 def chunk_of(tensor: Any, draw: int) -> int | bytes | None:
-    """From which byte on `CHUNK_BYTES` neighbouring ones are looked at; the bytes, filled up with zeros, where that are
-    fewer, or their order in memory is another one; None: they cannot be read here.
+    """From which byte on `CHUNK_BYTES` neighbouring ones are looked at, or all; the bytes, filled up with zeros, where
+    their order in memory is another one; None: they cannot be read here.
 
     The same elements are chosen however they lie in memory.
 
@@ -161,7 +163,7 @@ def chunk_of(tensor: Any, draw: int) -> int | bytes | None:
         return None
     address, nbytes, size = tensor.data_ptr(), tensor.nbytes, tensor.itemsize
     start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
-    if is_plain and address and nbytes >= CHUNK_BYTES and tensor.is_contiguous():
+    if is_plain and address and tensor.is_contiguous():
         return start
     end = min(nbytes, start + CHUNK_BYTES)
     words = elements(tensor).flat[start // size : end // size].tobytes() if address else b""

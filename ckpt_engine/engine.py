@@ -324,11 +324,9 @@ class Engine:
         """
         if type(step) is not int or not 0 <= step <= arguments.MOST:
             step = arguments.whole_number("step", step)
-        if self._rehearsal is not None:
-            self._rehearse(step - 1)
+        self._rehearse(step - 1)
         self.times.boundary(step - 1)
-        pulse = self._pipeline.pulse
-        if pulse is not None and pulse.beat(step):
+        if (pulse := self._pipeline.pulse) is not None and pulse.beat(step):
             pulse.spend(self.times)
 
     def ready(self, *, durable: bool = True, cold: bool = False) -> bool:

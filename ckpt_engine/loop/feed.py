@@ -24,7 +24,7 @@ from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.phases import BEGUN, ENDED, LEFT, OPEN, RUNNING, UNBEGUN, PassPhase
-from ckpt_engine.loop.shape import At, Lead
+from ckpt_engine.loop.shape import Ask, At, Lead
 from ckpt_engine.snapshot.ownership import leavers
 
 if TYPE_CHECKING:
@@ -197,6 +197,12 @@ class Feed:
         """Passes over this loader cannot be repeated."""
         if problem not in self.says:
             self.says.append(problem)
+
+    def look_ahead(self, ask: Ask) -> None:
+        """A step is complete, and it is not known yet how far the loop reads ahead."""
+        self.lead.boundary(ask)
+        if self.lead.ahead is not None:
+            self.lead_known()
 
     def lead_known(self) -> None:
         """It is known how far the loop reads ahead: the positions of that many batches are recorded from now on."""

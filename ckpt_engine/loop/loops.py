@@ -141,9 +141,7 @@ class Loops:
             self._look_at(self._beside.popitem()[1]())
         for one in due:
             if one.lead.ahead is None and one.phase in OPEN:
-                one.lead.boundary(Ask(self._home))
-                if one.lead.ahead is not None:
-                    one.lead_known()
+                one.look_ahead(Ask(self._home))
                 self._log_new()
         if feed is None:
             return None, None

@@ -66,4 +66,4 @@ def torch_stream() -> bytes:
 
     Streams that differ do so there. The second of a pair of normals is not in it.
     """
-    return _copied_stream() if _STREAM is None else MEMORY[_STREAM : _STREAM + _STREAM_BYTES]  # type: ignore[no-any-return]
+    return _copied_stream() if _STREAM is None else MEMORY[_STREAM : _STREAM + _STREAM_BYTES]

@@ -74,7 +74,7 @@ class FlightRecorder:
         """Of several ranks: the step at which they have resumed, until rank 0 has reported what all have found."""
         self.rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self.name = names.rows_name(time.time_ns() // 1_000_000, os.urandom(4).hex(), self.rank)
-        self.about = {
+        self.about: dict[str, Any] = {
             "version": VERSION,
             "world": size,
             "threads": torch.get_num_threads(),
@@ -86,11 +86,11 @@ class FlightRecorder:
         self._samplers: dict[int, Sampler] = {}
         self._by_hand: Any = SimpleNamespace(param_groups=[], state={})
         """Stands for the optimizer of a run without one of torch's."""
-        self._number = self._calls = self._step = self._skips = self._batch = self._rates_digest = 0
-        self._rates: list[float] = []
-        self._since = time.time()
-        self._noted = 0, 0
-        """Steps of optimizers, and the digest of batches, at the last boundary."""
+        self._number = self._calls = self._step = self._skips = self._batch = 0
+        self._rates: tuple[list[float], int] = ([], 0)
+        """The last ones, and their digest."""
+        self._noted = 0, 0, time.time()
+        """Steps of optimizers and the digest of batches at the last boundary, and since when the rows count."""
         self._comparison: RepeatedSteps | None = None
         self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None
@@ -137,8 +137,8 @@ class FlightRecorder:
     @property
     def note(self) -> dict[str, float]:
         """For the snapshot of the last boundary."""
-        calls, batch = self._noted
-        return {"calls": calls, "batch": batch, "world": self.about["world"], _SINCE: self._since}
+        calls, batch, since = self._noted
+        return {"calls": calls, "batch": batch, "world": self.about["world"], _SINCE: since}
 
     @property
     def holds_back(self) -> bool:
@@ -160,7 +160,7 @@ class FlightRecorder:
             self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
             self._stepped(self._by_hand)
         self._step = step
-        self._noted = self._calls, self._batch
+        self._noted = self._calls, self._batch, self._noted[2]
         if self._resumed is not None:
             self._join(last=False)
 
@@ -192,7 +192,8 @@ class FlightRecorder:
         self.boundary(step)
         if saved["world"] != self.about["world"]:
             other_way = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
-        self._since = since = time.time() if other_way else float(saved.get(_SINCE, 0.0))
+        since = time.time() if other_way else float(saved.get(_SINCE, 0.0))
+        self._noted = *self._noted[:2], since
         if other_way:
             self._why = other_way
             return
@@ -220,8 +221,8 @@ class FlightRecorder:
         self._calls += 1
         self._number += 1
         rates = [rate if type(rate := group.get("lr")) is float else _number(rate) for group in optimizer.param_groups]
-        if rates != self._rates:
-            self._rates, self._rates_digest = rates, xxhash.xxh3_64_intdigest(array("d", rates))
+        if rates != self._rates[0]:
+            self._rates = rates, xxhash.xxh3_64_intdigest(array("d", rates))
         words = sampler.look(self._calls)  # which may make another plan
         row = (
             self._number,
@@ -232,7 +233,7 @@ class FlightRecorder:
             self._batch,
             xxhash.xxh3_64_intdigest(torch_stream()),
             0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
-            self._rates_digest,
+            self._rates[1],
             time.time(),
             words,
         )

@@ -31,8 +31,7 @@ _STRIDED = torch.strided
 _AHEAD = 64
 _Read = tuple[int, int, Any, int, int, int, int, int]
 """Group and place of a parameter, a name in what is known of it or None, how much is known of it, which elements, from
-which byte of the tensor on, and the addresses of the first and last one; zeros where the step itself has to find that.
-"""
+which byte of the tensor on and up to which one, and its address; 0 where the step itself has to find that."""
 
 
 class Sampler:
@@ -98,17 +97,17 @@ class Sampler:
         groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
         if [len(group["params"]) for group in groups] != self._counts:
             return None
-        for number, place, key, many, draw, start, begin, end in reads:
+        for number, place, key, many, draw, start, end, address in reads:
             parameter = groups[number]["params"][place]
-            known = state.get(parameter)
-            if (len(known) if isinstance(known, dict) else 0) != many:
+            known = known if isinstance(known := state.get(parameter), dict) else {}
+            if len(known) != many:
                 return None
             found: Any = parameter if key is None else known.get(key)
-            if begin and (getattr(found, "layout", None) is not _STRIDED or found.data_ptr() + start != begin):
+            if address and (getattr(found, "layout", None) is not _STRIDED or found.data_ptr() != address):
                 return None
-            if not begin and type(found := chunk_of(found, draw)) is int:
-                return None
-            words += MEMORY[begin:end].ljust(CHUNK_BYTES, b"\0") if begin else found or b""
+            begin = address + start
+            chunk = MEMORY[begin : address + end].ljust(CHUNK_BYTES, b"\0") if address else chunk_of(found, draw)
+            words += chunk or b""
         return words
 
     def _reads_of(self, calls: int) -> Iterator[_Read]:
@@ -126,10 +125,9 @@ class Sampler:
                 one = known.get(key := self._keys[way % len(self._keys)])
                 if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
                     one, key = parameter, None
-                start = chunk_of(one, draw >> 12)
-                begin = one.data_ptr() + start if type(start) is int else 0
-                end = begin + min(one.nbytes, CHUNK_BYTES) if begin else 0
-                yield group, place, key, len(known), draw >> 12, start if begin else 0, begin, end
+                lies_here = type(one) in PLAIN and chunk_of(one, draw >> 12) is not None and one.is_contiguous()
+                lies = (*_part_of(one.nbytes, draw >> 12), one.data_ptr()) if lies_here else (0, 0, 0)
+                yield group, place, key, len(known), draw >> 12, *lies
             draw //= _SHARES
 
     def _make_plan(self) -> None:
@@ -147,24 +145,29 @@ def _size_of(parameter: Any) -> int:
     return 1 if is_lazy(parameter) else max(1, parameter.numel())
 
 
-def chunk_of(tensor: Any, draw: int) -> int | bytes | None:
-    """From which byte on `CHUNK_BYTES` neighbouring ones are looked at, or all; the bytes, filled up with zeros, where
-    their order in memory is another one; None: they cannot be read here.
+def _part_of(nbytes: int, draw: int) -> tuple[int, int]:
+    """Where in so many bytes a chunk begins and ends."""
+    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
+    return start, min(nbytes, start + CHUNK_BYTES)
 
-    The same elements are chosen however they lie in memory.
+
+def chunk_of(tensor: Any, draw: int) -> bytes | None:
+    """Neighbouring elements of `CHUNK_BYTES` bytes in all, filled up with zeros; None: they cannot be read here.
+
+    The same elements are read however they lie in memory.
 
     Args:
         draw: which ones, any number.
     """
-    is_plain = type(tensor) in PLAIN
-    if not is_plain and type(tensor := here(tensor)) not in PLAIN:
+    if type(tensor) not in PLAIN and type(tensor := here(tensor)) not in PLAIN:
         return None
     if not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
-    address, nbytes, size = tensor.data_ptr(), tensor.nbytes, tensor.itemsize
-    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
-    if is_plain and address and tensor.is_contiguous():
-        return start
-    end = min(nbytes, start + CHUNK_BYTES)
-    words = elements(tensor).flat[start // size : end // size].tobytes() if address else b""
+    address, size, (start, end) = tensor.data_ptr(), tensor.itemsize, _part_of(tensor.nbytes, draw)
+    if not address:
+        words = b""
+    elif tensor.is_contiguous():
+        words = MEMORY[address + start : address + end]
+    else:
+        words = elements(tensor).flat[start // size : end // size].tobytes()
     return words.ljust(CHUNK_BYTES, b"\0")

@@ -72,9 +72,10 @@ class Sampler:
             ahead = min(2 * len(self._reads) or 1, _AHEAD)
         elif (words := self._read(self._reads[at])) is not None:
             return words
-        self._first = calls
-        self._reads = [list(self._reads_of(one)) for one in range(calls, calls + ahead)]
-        return self._read(self._reads[0]) or b""
+        found = self._read([(*one[:-1], 0) for one in self._reads_of(calls)]) or b""
+        self._first, ahead = calls + 1, ahead if found else 0  # weights on a device have no words
+        self._reads = [list(self._reads_of(one)) for one in range(calls + 1, calls + 1 + ahead)]
+        return found
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:
         """Of the chunks of that step the tensor and its dtype.
@@ -125,8 +126,8 @@ class Sampler:
                 one = known.get(key := self._keys[way % len(self._keys)])
                 if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
                     one, key = parameter, None
-                lies_here = type(one) in PLAIN and chunk_of(one, draw >> 12) is not None and one.is_contiguous()
-                lies = (*_part_of(one.nbytes, draw >> 12), one.data_ptr()) if lies_here else (0, 0, 0)
+                is_here = type(one) in PLAIN and one.is_cpu and one.layout is _STRIDED and one.is_contiguous()
+                lies = (*_part_of(one.nbytes, draw >> 12), one.data_ptr()) if is_here else (0, 0, 0)
                 yield group, place, key, len(known), draw >> 12, *lies
             draw //= _SHARES
 

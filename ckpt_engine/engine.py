@@ -326,7 +326,8 @@ class Engine:
             step = arguments.whole_number("step", step)
         self._rehearse(step - 1)
         self.times.boundary(step - 1)
-        self._pipeline.begin_step(step, self.times)
+        if (pulse := self._pipeline.pulse) is not None and pulse.beat(step):
+            pulse.spend(self.times)
 
     def ready(self, *, durable: bool = True, cold: bool = False) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks.

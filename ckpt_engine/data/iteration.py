@@ -66,8 +66,7 @@ class ShippingCollate:
     """
 
     def __init__(self, collate: Callable[[Any], Any], batch_size: int | None, dataset: Any) -> None:
-        self.collate = collate
-        self.batch_size = batch_size
+        self.collate, self.batch_size = collate, batch_size
         self._before = self._kept(dataset)
         self._checked: dict[str, tuple[int | None, int | None]] = {}
         self._changes: set[str] = set()
@@ -367,40 +366,37 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
         loader: DataLoader[Any],
         inner: Iterator[Any],
         epoch: Epoch,
-        lookahead: Callable[[], int],
-        on_fetch: Callable[[Epoch], None],
+        on_fetch: Callable[[Epoch], int],
     ) -> None:
-        self._loader, self.inner, self._epoch = loader, inner, epoch
-        self._lookahead, self._on_fetch = lookahead, on_fetch
+        self._loader, self.inner, self._epoch, self._on_fetch = loader, inner, epoch, on_fetch
 
     def __iter__(self) -> FollowedIterator:
         return self
 
     def __next__(self) -> Any:
         epoch = self._epoch
-        self._on_fetch(epoch)
+        lookahead = self._on_fetch(epoch)
         if epoch.refetch:
-            return self._fetch_again(epoch.refetch.pop(0))
+            return self._fetch_again(epoch.refetch.pop(0), lookahead)
         if epoch.then_holders is not None:
             streams.restore_holders(self._loader, epoch.then_holders)
             epoch.then_holders = None
         if epoch.then_rng is not None:
             rng.restore(epoch.then_rng)
             epoch.then_rng = None
-        return self._fetch()
+        return self._fetch(lookahead)
 
-    def _fetch_again(self, under: rng.RngState) -> Any:
+    def _fetch_again(self, under: rng.RngState, lookahead: int) -> Any:
         """Fetch a batch that the saved run had fetched already. Its draws are in the past.
 
         They leave no trace, unless streams are installed behind it: what its consumer draws until then follows from it.
         """
         with rng.untouched() if self._epoch.then_rng is None else nullcontext():
             rng.restore(under)
-            return self._fetch()
+            return self._fetch(lookahead)
 
-    def _fetch(self) -> Any:
+    def _fetch(self, lookahead: int) -> Any:
         epoch, loader = self._epoch, self._loader
-        lookahead = self._lookahead()
         number = epoch.fetched
         if lookahead:
             epoch.ring[number] = epoch.next_fetch(loader, rng.capture())

@@ -385,12 +385,13 @@ class LoaderPosition:
                 epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
             pending.after_iterator(loader)
         self._epoch = epoch
-        followed = FollowedIterator(self.loader, iterator, epoch, lambda: self.lookahead, self._on_fetch)
+        followed = FollowedIterator(self.loader, iterator, epoch, self._on_fetch)
         return followed if self.wrap is None else self.wrap(followed)
 
-    def _on_fetch(self, epoch: Epoch) -> None:
-        if epoch is self._epoch and self._pending is not None and self._pending.begun:
+    def _on_fetch(self, epoch: Epoch) -> int:
+        if self._pending is not None and epoch is self._epoch and self._pending.begun:
             self._pending = None
+        return self.lookahead
 
     def _assemble(self, epoch: Epoch | None, fetch: Fetch | None, batches: int, phase: str) -> State:
         exactness, among = self.exactness, streams.holders(self.loader)

@@ -151,9 +151,7 @@ class RecordingSampler(streams.StandIn):
 
     def __init__(self, loader: DataLoader[Any], inner: Any, baseline: streams.Counters) -> None:
         self._reference = weakref.ref(loader)
-        self.inner = inner
-        self._baseline = baseline
-        self._calls = 0
+        self.inner, self._baseline, self._calls = inner, baseline, 0
         self._current: _RecordingIterator | None = None
         self.order = SamplerOrder()
         self.plan: ResumePlan | None = None
@@ -162,8 +160,7 @@ class RecordingSampler(streams.StandIn):
     def begin(self, order: SamplerOrder, plan: ResumePlan | None) -> None:
         """Call right before an iterator is built or reset: what follows is recorded in `order`."""
         self.order, self.plan = order, plan
-        self._calls = 0
-        self._current = None
+        self._calls, self._current = 0, None
 
     @property
     def asked(self) -> bool:
@@ -250,7 +247,8 @@ class _RecordingIterator(streams.Proxy):
         order = self._order
         for done in range(plan.skip):
             self._record(self._draw(f"only {done} of {plan.skip} batches that were already trained"))
-            self._started()
+            if self._attributes:
+                self._started()
             order.forget_before(order.base + done)
         if plan.digest is not None and order.digest is not None:
             order.verified = order.digest == plan.digest
@@ -281,14 +279,15 @@ class _RecordingIterator(streams.Proxy):
             self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.outstanding)))
 
     def __next__(self) -> Any:
-        first = not self._primed
-        self.prime()
+        if first := not self._primed:
+            self.prime()
         order = self._order
         if self._again:
             return self._give(self._again.popleft())
         if first or (order.draws and not self._states) or not self._watched:
             indices = next(self.inner)
-            self._started()
+            if self._attributes:
+                self._started()
             return self._give(indices)
         before = rng.probe()
         states = streams.capture_samplers(deref(self._reference)) if self._states else None
@@ -334,7 +333,7 @@ def extend_digest(digest: int | None, indices: Any) -> int | None:
     if digest is None:
         return None
     try:
-        return zlib.crc32(array("q", indices if isinstance(indices, list | tuple) else [indices]), digest)
+        return zlib.crc32(array("q", indices if isinstance(indices, (list, tuple)) else [indices]), digest)
     except (TypeError, OverflowError):
         return None
 

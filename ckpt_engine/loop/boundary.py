@@ -418,7 +418,8 @@ class TrainingRun:
         stop = self.stopping.boundary(step)
         if stop is not None and (end := here.end(stop)) is not None:
             raise end
-        self.config = self.stopping.edited(self.config)
+        if self.engine.live is not None:
+            self.config = self.stopping.edited(self.config)
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or (
             "manual" if self.stopping.asked and self.stopping.halt.shared is None else None
@@ -504,8 +505,7 @@ class TrainingRun:
             self.cadence.held(step, stall)
             return handle
         self.cadence.taken(step, stall)
-        self.stopping.asked = False
-        self.saved = handle
+        self.stopping.asked, self.saved = False, handle
         return handle
 
     def take_at_end(self, instant: RunInstant, reason: str) -> None:

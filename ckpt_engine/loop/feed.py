@@ -24,14 +24,14 @@ from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.phases import BEGUN, ENDED, LEFT, OPEN, RUNNING, UNBEGUN, PassPhase
-from ckpt_engine.loop.shape import At, Lead
+from ckpt_engine.loop.shape import Ask, At, Lead
 from ckpt_engine.snapshot.ownership import leavers
 
 if TYPE_CHECKING:
     from ckpt_engine.loop.tracker import Tracker
 
 State = dict[str, Any]
-_clock = itertools.count(1)
+clock = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ class Feed:
     """
 
     def __init__(self, name: str, source: LoaderSource, listener: Tracker) -> None:
-        self.name = name
-        self.kind = type(source.outer).__name__
+        self.name, self.kind = name, type(source.outer).__name__
         self.delivered = 0
         """Batches of the current or last pass that the consumer was given, those before a resume included."""
         self.epochs = 0
@@ -114,12 +113,10 @@ class Feed:
         self.asked_at = self.begun_at = self.left_at = 0
         """When a batch was last asked for, the last pass began, and the one before it was over; in order."""
         self.lead = Lead()
-        self._lookahead = source.lookahead
-        self._recorded = 0
+        self._lookahead, self._recorded = source.lookahead, 0
         self.dispatched, self._inexact = source.dispatched, source.inexact
         self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
-        self._count_at_begin = 0
-        self._base_begun = False
+        self._count_at_begin, self._base_begun = 0, False
         self._resumed: State | None = None
         self._streams: Mapping[str, Any] | None = None
         """Where no batch of the torch loader is fetched: what is to be installed once its iterator is there."""
@@ -143,9 +140,8 @@ class Feed:
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
         dealt = self.position.dealt
-        length = self._length if dealt is None else dealt[1]
         exhausted = bool(getattr(self._live(), self._ended_by)) if self._share == 0 else self.position.exhausted
-        return self.delivered > 0 and (self.delivered == length or exhausted)
+        return self.delivered > 0 and (exhausted or self.delivered == (self._length if dealt is None else dealt[1]))
 
     @property
     def running(self) -> Any:
@@ -193,13 +189,20 @@ class Feed:
     def stepped(self) -> None:
         """Weights have changed."""
         self.trained = True
-        self.longest = max(self.longest or 0, self.without_step)
-        self._stepped_at = self.delivered
+        taken, self._stepped_at = self.delivered - self._stepped_at, self.delivered
+        if self.longest is None or taken > self.longest:
+            self.longest = taken
 
     def say(self, problem: str) -> None:
         """Passes over this loader cannot be repeated."""
         if problem not in self.says:
             self.says.append(problem)
+
+    def look_ahead(self, ask: Ask) -> None:
+        """A step is complete, and it is not known yet how far the loop reads ahead."""
+        self.lead.boundary(ask)
+        if self.lead.ahead is not None:
+            self.lead_known()
 
     def lead_known(self) -> None:
         """It is known how far the loop reads ahead: the positions of that many batches are recorded from now on."""
@@ -337,7 +340,7 @@ class Feed:
         if resumed is None:
             self.delivered = 0
         self.trained = resumed is not None and bool(resumed.get("trained", self.delivered > 0))
-        self.begun_at, self._stepped_at = next(_clock), self.delivered
+        self.begun_at, self._stepped_at = next(clock), self.delivered
         unknown = self.lead.ahead is None
         self.lead.begin()
         if unknown and self.lead.ahead is not None:
@@ -356,7 +359,7 @@ class Feed:
     def _close(self, phase: PassPhase = LEFT) -> None:
         if self.phase not in OPEN:
             return
-        self.phase, self.left_at = self.phase.to(phase), next(_clock)
+        self.phase, self.left_at = self.phase.to(phase), next(clock)
         if self.trained:
             self.epochs += 1
             self.starts_only = not self.interior
@@ -392,24 +395,8 @@ class Feed:
     def _live(self) -> Any:
         return deref(self._outer)
 
-    # -- what the pass reports
-    def _asked(self) -> None:
-        self.asked_at = next(_clock)
-        if (listener := self._listener()) is not None:
-            listener.asked(self)
-        self._resumed = None
-        if self.phase is BEGUN:
-            self.phase = self.phase.to(RUNNING)
-
-    def _given(self, batch: Any) -> None:
-        self.delivered += 1
-        self._recorded += 1
-        if self.lead.ahead is None:
-            self.lead.given(batch)
-        if (listener := self._listener()) is not None:
-            listener.given(self, batch)
-        if self._share == 0:
-            self.position.forget()  # a loaded position holds until a batch is fetched
+    def _run(self) -> None:
+        self.phase = self.phase.to(RUNNING)
 
     def _failed(self, error: Exception) -> None:
         if (listener := self._listener()) is not None:
@@ -429,7 +416,12 @@ class _Pass(Proxy):
         feed = self._feed
         current = feed.phase in OPEN and feed._pass is not None and feed._pass() is self
         if current:
-            feed._asked()
+            feed.asked_at = next(clock)
+            if (listener := feed._listener()) is not None:
+                listener.asked(feed)
+            feed._resumed = None
+            if feed.phase is BEGUN:
+                feed._run()
         try:
             batch = next(self.inner)
         except StopIteration:
@@ -441,7 +433,14 @@ class _Pass(Proxy):
                 feed._failed(err)
             raise
         if current:
-            feed._given(batch)
+            feed.delivered += 1
+            feed._recorded += 1
+            if feed.lead.ahead is None:
+                feed.lead.given(batch)
+            if (listener := feed._listener()) is not None:
+                listener.given(feed, batch)
+            if feed._share == 0:
+                feed.position.forget()  # a loaded position holds until a batch is fetched
         elif feed.phase in OPEN:
             feed.say(f"two passes over {feed.name!r} run at the same time: make a second DataLoader and track both")
         return batch

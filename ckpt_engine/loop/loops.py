@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
 
-from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.feed import Feed, clock
 from ckpt_engine.loop.loop_start import LoopStart
 from ckpt_engine.loop.phases import BEGUN, ENDED, OPEN
 from ckpt_engine.loop.shape import (
@@ -21,6 +21,7 @@ from ckpt_engine.loop.shape import (
     code_now,
     differences,
     is_before,
+    is_here,
     is_in_body,
     is_same,
     later,
@@ -58,7 +59,7 @@ class Loops:
         objects: Iterable[Any] = (),
     ) -> None:
         self._feeds = feeds
-        self._optimizers, self._ids = optimizers, frozenset(map(id, optimizers))
+        self._optimizers, self.ids = optimizers, frozenset(map(id, optimizers))
         self._beside: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         """Others that have made a step since the last boundary."""
         self._untracked: dict[int, str] = {id(one): "" for one in objects}
@@ -68,22 +69,23 @@ class Loops:
         self.start = LoopStart(self._home)
         self._saved: Mapping[str, Any] = {}
         self._stepped_at = 0
-        self._resumed: Feed | None = None
+        self.resumed: Feed | None = None
+        """Whose pass the snapshot was taken in, until a step was made."""
         self._done: tuple[int, ...] = (0,)
         """Batches of the epoch, and steps, that the saved run had trained."""
         self._around: dict[str, tuple[Sequence[Count], int, bool]] = {}
         self._logged: set[str] = set()
         self.counted: Mapping[str, int] = {}
         """What a resumed loop that announces its steps had counted."""
-        self._begun_on = self._stepped_on = threading.get_ident()
+        self._begun_on = self._stepped_on = get_ident()
 
     # ---- while the loop runs
 
     def asked(self, feed: Feed) -> list[str]:
         """A batch is asked for; why the iterators around this loader do not go on where they were."""
-        way, feed.asked_on = way_here(self._home), threading.get_ident()
-        if feed.phase is BEGUN or way != feed.way:
-            feed.way, feed.asked_from = way, (ask := Ask(self._home)).at
+        feed.asked_on = get_ident()
+        if feed.phase is BEGUN or not is_here(feed.way):
+            feed.way, feed.asked_from = way_here(self._home), (ask := Ask(self._home)).at
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
             feed.lead.asked(feed.asked_from)
             if feed.phase is BEGUN:
@@ -109,7 +111,7 @@ class Loops:
 
     def tracked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """The tracked optimizer whose step this one has made, which may have it inside; another is looked at later."""
-        if id(optimizer) in self._ids:
+        if id(optimizer) in self.ids:
             return optimizer
         if id(optimizer) not in self._untracked:
             self._beside[id(optimizer)] = weakref.ref(optimizer)
@@ -120,8 +122,7 @@ class Loops:
         if not self.start.over:
             self.start.over = True
             self._look_for_older_iterators()
-        self._resumed, self._stepped_on = None, threading.get_ident()
-        self._stepped_at = max([feed.asked_at for feed in self._feeds], default=0)
+        self.resumed, self._stepped_on, self._stepped_at = None, get_ident(), next(clock)
 
     def over(self, feed: Feed) -> None:
         """A pass has ended, or was left."""
@@ -138,14 +139,10 @@ class Loops:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
         while self._beside:
             self._look_at(self._beside.popitem()[1]())
-        unknown = [one for one in due if one.phase in OPEN and one.lead.ahead is None]
-        if unknown:
-            ask = Ask(self._home)
-            for one in unknown:
-                one.lead.boundary(ask)
-                if one.lead.ahead is not None:
-                    one.lead_known()
-            self._log_new()
+        for one in due:
+            if one.lead.ahead is None and one.phase in OPEN:
+                one.look_ahead(Ask(self._home))
+                self._log_new()
         if feed is None:
             return None, None
         if feed.asked_on not in (self._begun_on, self._stepped_on):
@@ -156,7 +153,9 @@ class Loops:
         if len(self._feeds) > 1 and (outer := self._outer(feed)) is not None:
             return outer, f"in the body of the loop over {outer.name!r}"
         for one in self._feeds:
-            if one.phase in OPEN and (not one.remembers or (one.lead.ahead is None and one in due)):
+            if one.lead.ahead == 0 or one.phase not in OPEN:
+                continue
+            if not one.remembers or (one.lead.ahead is None and one in due):
                 return None, "how far the loop reads ahead is not recorded yet"
         for one in self._feeds:
             if one is not feed and one.phase in OPEN and one.asked_at > self._stepped_at:
@@ -283,7 +282,7 @@ class Loops:
             return False
         for one in self._feeds:
             one.skips = 0
-        self._resumed = feed
+        self.resumed = feed
         return True
 
     def skips_again(self, *, ended: bool = False) -> str | None:
@@ -296,14 +295,14 @@ class Loops:
         Args:
             ended: the resumed pass is over without a step; else the first one begins.
         """
-        feed = self._resumed
+        feed = self.resumed
         if feed is None or feed.longest is None or (taken := feed.without_step) <= feed.longest:
             return None
         least, most = (taken, None) if ended else (taken - feed.longest, taken - 1)
         as_before = any(least <= one <= (most or one) for one in self._done)
         if not as_before and taken < feed.longest + 2 and max(self._done) < _MANY_STEPS:
             return None
-        self._resumed = None
+        self.resumed = None
         return (
             f"it takes {taken} batches of {feed.name!r} before its first step after the resume, and never took more "
             f"than {feed.longest} before: the loader continues where it was, so leave out what skips batches, "

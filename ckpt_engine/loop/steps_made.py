@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ class StepsMade(set[int]):
     A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
     through another (a GAN's generator through its discriminator). So do those that a loop does not clear before its
     next backward pass, once it has stepped with them again, and those that a step begins with before it runs its
-    closure. The first and the last gradient stand for all.
+    closure. The first and the last gradient stand for all. Where a loop had cleared them at the last boundary, its next
+    step does not touch them: if they are there at the next boundary after all, they wait.
 
     Args:
         optimizers: by name.
@@ -33,6 +34,8 @@ class StepsMade(set[int]):
         self._marks: dict[int, list[_Mark]] = {}
         self._left: dict[int, list[_Mark]] = {}
         """The same of the last boundary, where the gradients were still there."""
+        self._cleared: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """The two parameters of those whose gradients were gone at the last boundary."""
         self._reuse: set[int] = set()
         self._uses_left: set[int] = set()
 
@@ -43,8 +46,10 @@ class StepsMade(set[int]):
     def mark(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped. Without a gradient it has used up nothing."""
         one, groups = id(optimizer), optimizer.param_groups
-        ends = _first_graded(groups, 1), _first_graded(groups, -1)
-        found = [(p, weakref.ref(grad), _version(grad)) for p in ends if p is not None and (grad := p.grad) is not None]
+        if one in self._cleared:
+            self.add(one)
+            return
+        found = [mark for mark in (_first_graded(groups), _first_graded(groups, reversed)) if mark is not None]
         for mark in self._left.pop(one, ()):
             if mark[0].grad is not None and mark[0].grad is mark[1]() and _version(mark[0].grad) != mark[2]:
                 self._reuse.add(one)
@@ -61,8 +66,14 @@ class StepsMade(set[int]):
 
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""
+        for one in self._cleared.keys() & self if self._cleared else ():
+            if any((parameter := end()) is None or parameter.grad is not None for end in self._cleared[one]):
+                self.discard(one)
+                del self._cleared[one]
         for one, marks in self._marks.items():
             if not marks or (marks[0][0].grad is None and marks[-1][0].grad is None):
+                if marks:
+                    self._cleared[one] = [weakref.ref(mark[0]) for mark in marks]
                 continue
             there = [mark for mark in marks if mark[0].grad is not None]
             if one in self._reuse | self._uses_left or any(map(_is_changed, there)):
@@ -81,9 +92,10 @@ def _is_changed(mark: _Mark) -> bool:
     return grad is None or grad is not mark[1]() or _version(grad) != mark[2]
 
 
-def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor | None:
-    """The first parameter that has a gradient, from the beginning (1) or from the end (-1)."""
-    return next((p for group in groups[::way] for p in group["params"][::way] if p.grad is not None), None)
+def _first_graded(groups: Sequence[Mapping[str, Any]], way: Callable[[Any], Iterable[Any]] = iter) -> _Mark | None:
+    """The first parameter that has a gradient, from the beginning (`iter`) or from the end (`reversed`)."""
+    every = (p for group in way(groups) for p in way(group["params"]))
+    return next(((p, weakref.ref(grad), _version(grad)) for p in every if (grad := p.grad) is not None), None)
 
 
 def needs_optimizer(name: str) -> ConfigError:

@@ -31,7 +31,7 @@ from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
 from ckpt_engine.loop.loop_boundary import LoopBoundary
 from ckpt_engine.loop.loops import Loops
-from ckpt_engine.loop.phases import ARRIVED, CLOSED, ENDED, FRESH, OPEN, RESTORING, TRAINING
+from ckpt_engine.loop.phases import ARRIVED, BEGUN, CLOSED, ENDED, FRESH, OPEN, RESTORING, TRAINING
 from ckpt_engine.loop.progress import LoopProgress
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
@@ -78,8 +78,7 @@ class Tracker(LoopProgress):
         begins_at: int | None = None,
     ) -> None:
         super().__init__(engine, logging.getLogger(f"ckpt_engine.{trainer}"), begins_at or 0)
-        self._parts = parts
-        self._surroundings = surroundings
+        self._parts, self._surroundings = parts, surroundings
         outside = calls_now()
         self._audit = Audit(
             engine.config.hidden,
@@ -151,7 +150,8 @@ class Tracker(LoopProgress):
             StateError: as `Checkpointer.before_update`.
         """
         self._failing.last.changes()
-        self._resume.say(self._loops.skips_again(ended=False))
+        if self._loops.resumed is not None:
+            self._resume.say(self._loops.skips_again(ended=False))
         self._run.complete_copies()
 
     def finish(self, *, complete: bool | None = None) -> None:
@@ -236,16 +236,18 @@ class Tracker(LoopProgress):
 
     def asked(self, feed: Feed) -> None:
         """A followed loader is asked for a batch."""
-        self._asked_at.setdefault(feed, time.monotonic())
-        self._engine.times.begin()
-        self._settle()
+        if feed.phase is BEGUN:
+            self._asked_at.setdefault(feed, time.monotonic())
+            self._engine.times.begin()
+        if self._phase is ARRIVED:
+            self._settle()
         for problem in self._loops.asked(feed):
             self._resume.say(problem)
         self._turn = self._turn or feed.asked_from
         self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
-        others = (one.phase in OPEN for one in self._feeds if one is not feed)
-        if feed.delivered == 0 and self._phase is FRESH and not any(others):
+        is_first = feed.delivered == 0 and self._phase is FRESH
+        if is_first and not any(one.phase in OPEN for one in self._feeds if one is not feed):
             self._audit.begin("batch")
             self._audit.boundary(self._counters(feed), taking=False)
         if self._phase is RESTORING and feed is self._resumed:
@@ -303,7 +305,8 @@ class Tracker(LoopProgress):
             self.evaluated(time.monotonic() - began)
 
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
-        if (optimizer := self._loops.tracked(stepped)) is None:
+        optimizer = stepped if id(stepped) in self._loops.ids else self._loops.tracked(stepped)
+        if optimizer is None:
             if not self._parts.optimizers:
                 own = {id(p) for module in self._parts.modules.values() for p in module.parameters()}
                 if not own.isdisjoint(map(id, components.managed([stepped]))):
@@ -315,8 +318,10 @@ class Tracker(LoopProgress):
             raise self._end(stop, None)
 
     def _count_step(self) -> None:
-        self._resume.trains()
-        self._trains_again()
+        if not self._loops.start.over:
+            self._resume.trains()
+        if self._phase is not TRAINING or self._reloaded:
+            self._trains_again()
         self._steps += not self._counted
         self._counted = True
         self._loops.stepped()

@@ -18,6 +18,7 @@ WORDS = 64
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensors of these types, and of no other, have memory themselves."""
 _MT19937_BYTES = 624 * 4 + 4
+_STREAM_BYTES = 256
 
 
 def words(address: int, nbytes: int) -> bytes:
@@ -43,3 +44,26 @@ def numpy_stream() -> bytes | None:
         return None
     address = generator.ctypes.state_address
     return bytes(MEMORY[address : address + _MT19937_BYTES])
+
+
+def _copied_stream() -> bytes:
+    state = torch.default_generator.get_state().numpy()
+    return state[16 : 16 + 2 * _STREAM_BYTES].view(np.uint64).astype(np.uint32).tobytes()
+
+
+def _address_of_stream() -> int | None:
+    """Where the generator has that in its memory; None: elsewhere."""
+    address = getattr(torch.default_generator, "_cdata", 0)
+    at = MEMORY[address : address + 2 * _STREAM_BYTES].find(_copied_stream()) if address else -1
+    return None if at < 0 else address + at
+
+
+_STREAM = _address_of_stream()
+
+
+def torch_stream() -> bytes:
+    """Which word of torch's generator for the CPU is the next one, and the first words.
+
+    Streams that differ do so there. The second of a pair of normals is not in it.
+    """
+    return _copied_stream() if _STREAM is None else MEMORY[_STREAM : _STREAM + _STREAM_BYTES]

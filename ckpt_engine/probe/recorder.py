@@ -28,7 +28,7 @@ from ckpt_engine.errors import RanksError, ReplayError
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.probe.batch import digest_of
 from ckpt_engine.probe.rank_verdicts import joined, publish
-from ckpt_engine.probe.raw_memory import MEMORY, numpy_stream
+from ckpt_engine.probe.raw_memory import numpy_stream, torch_stream
 from ckpt_engine.probe.repeated_steps import RepeatedSteps, steps_behind
 from ckpt_engine.probe.sample import Sampler
 from ckpt_engine.ranks.world import Ranks
@@ -41,7 +41,7 @@ _SINCE = "since"
 """Its entry that says when a process has gone another way than those before it: what they did counts no more."""
 _OTHER_STREAMS_EACH = 16
 """Python's stream takes longer to read than torch's."""
-VERSION = 3
+VERSION = 4
 """What a row has: rows of another version cannot be compared."""
 
 
@@ -58,7 +58,6 @@ class FlightRecorder:
         rank: of this process.
         name, about, fd: what `WriterClient.attach_rows` takes.
         told: hears of the outcome, once.
-        note: for the snapshot of the last boundary.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class FlightRecorder:
         """Of several ranks: the step at which they have resumed, until rank 0 has reported what all have found."""
         self.rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self.name = names.rows_name(time.time_ns() // 1_000_000, os.urandom(4).hex(), self.rank)
-        self.about = {
+        self.about: dict[str, Any] = {
             "version": VERSION,
             "world": size,
             "threads": torch.get_num_threads(),
@@ -84,17 +83,22 @@ class FlightRecorder:
         }
         self.fd, memory = shared_memory("ckpt-rows", ROWS * ROW_BYTES)
         self._ring = Ring(memory)
-        self._process = os.getpid()
         self._samplers: dict[int, Sampler] = {}
         self._by_hand: Any = SimpleNamespace(param_groups=[], state={})
         """Stands for the optimizer of a run without one of torch's."""
-        self._number = self._calls = self._step = self._skips = 0
-        self._batch = 0
-        self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size, _SINCE: time.time()}
+        self._number = self._calls = self._step = self._skips = self._batch = 0
+        self._rates: tuple[list[float], int] = ([], 0)
+        """The last ones, and their digest."""
+        self._noted = 0, 0, time.time()
+        """Steps of optimizers and the digest of batches at the last boundary, and since when the rows count."""
         self._comparison: RepeatedSteps | None = None
         self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None
         self._handle: RemovableHandle | None = register_optimizer_step_post_hook(self._stepped)
+
+    def leave_fork(self) -> None:
+        """See `Leaver`: a fork shares the memory of the rows, and puts none there."""
+        self._handle = None
 
     def close(self) -> None:
         """Record no more. What was compared is the outcome. Idempotent."""
@@ -131,6 +135,12 @@ class FlightRecorder:
                 self.told(replay)
 
     @property
+    def note(self) -> dict[str, float]:
+        """For the snapshot of the last boundary."""
+        calls, batch, since = self._noted
+        return {"calls": calls, "batch": batch, "world": self.about["world"], _SINCE: since}
+
+    @property
     def holds_back(self) -> bool:
         """Whether nothing may be overwritten yet."""
         return self._stops and self._comparison is not None and not self._comparison.over
@@ -146,11 +156,11 @@ class FlightRecorder:
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete. Where the run has no optimizer of torch, that makes a row."""
-        if step != self._step and self._calls == self.note["calls"] and not self._optimizers():
+        if self._calls == self._noted[0] and step != self._step and not self._optimizers():
             self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
             self._stepped(self._by_hand)
         self._step = step
-        self.note = {**self.note, "calls": self._calls, "batch": self._batch}
+        self._noted = self._calls, self._batch, self._noted[2]
         if self._resumed is not None:
             self._join(last=False)
 
@@ -183,7 +193,7 @@ class FlightRecorder:
         if saved["world"] != self.about["world"]:
             other_way = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
         since = time.time() if other_way else float(saved.get(_SINCE, 0.0))
-        self.note = {**self.note, _SINCE: since}
+        self._noted = *self._noted[:2], since
         if other_way:
             self._why = other_way
             return
@@ -200,34 +210,36 @@ class FlightRecorder:
         Args:
             ahead: so many of the batches that come were counted before the snapshot.
         """
-        self._batch, self._skips = int(self.note["batch"]), ahead
+        self._batch, self._skips = self._noted[1], ahead
 
     # ---- a step
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         sampler = self._samplers.get(id(optimizer)) or self._follow(optimizer)
-        if sampler is None or os.getpid() != self._process:  # a fork shares the memory
+        if sampler is None or self._handle is None:
             return
         self._calls += 1
         self._number += 1
         rates = [rate if type(rate := group.get("lr")) is float else _number(rate) for group in optimizer.param_groups]
+        if rates != self._rates[0]:
+            self._rates = rates, xxhash.xxh3_64_intdigest(array("d", rates))
         words = sampler.look(self._calls)  # which may make another plan
-        row = Row(
+        row = (
             self._number,
             self._calls,
             self._step + 1,
             sampler.checksum,
             sampler.plan,
             self._batch,
-            _torch_stream(),
+            xxhash.xxh3_64_intdigest(torch_stream()),
             0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
-            xxhash.xxh3_64_intdigest(array("d", rates)),
+            self._rates[1],
             time.time(),
             words,
         )
         self._batch = 0
         comparison = self._comparison
-        if comparison is not None and not comparison.over and comparison.compare(row):
+        if comparison is not None and not comparison.over and comparison.compare(Row._make(row)):
             self._judged()
             if self._stops and comparison.replay.first is not None:  # a step that is not to be is no measure of others
                 raise ReplayError(
@@ -254,12 +266,6 @@ def _number(rate: Any) -> float:
     if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
         return 0.0
     return float(rate or 0.0)
-
-
-def _torch_stream() -> int:
-    state = torch.default_generator.get_state()
-    address = state.data_ptr()
-    return xxhash.xxh3_64_intdigest(MEMORY[address : address + state.nbytes])
 
 
 def _other_streams() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,10 +28,18 @@ _SHARES = 4096
 _APART = 32
 """A chunk begins at a multiple of so many bytes."""
 _STRIDED = torch.strided
+_AHEAD = 64
+_Read = tuple[int, int, Any, int, int, int, int, int, int]
+"""Group and place of a parameter, a name in what is known of it or None, how much is known of it, which elements, from
+which byte of the tensor on and up to which one, its size and its address; 0 where the step itself has to find that."""
 
 
 class Sampler:
     """Of one optimizer.
+
+    Where the words of the next steps lie is found for many steps at once: with cold caches, the first call of a
+    function costs as much as a hundred in a row. A step reads them there only if each tensor still has that memory,
+    all of it: what was freed may belong to nobody, and reading it would end the process.
 
     Args:
         optimizer: whose parameters are looked at.
@@ -51,6 +59,8 @@ class Sampler:
         """None, and the names of what an optimizer knows of a parameter, in order: a resume may change theirs."""
         self._by_size: list[tuple[int, int]] = []
         """A large parameter is in several of these places."""
+        self._first, self._reads = 0, list[list[_Read]]()
+        """The reads of this step and of those behind it."""
 
     def look(self, calls: int) -> bytes:
         """The words of this step, in chunks of `CHUNK_BYTES`.
@@ -58,7 +68,15 @@ class Sampler:
         Args:
             calls: optimizer steps of the run so far.
         """
-        return b"".join([chunk for *_, chunk in self._chunks(calls)])
+        at, ahead = calls - self._first, 1
+        if not 0 <= at < len(self._reads):
+            ahead = min(2 * len(self._reads) or 1, _AHEAD)
+        elif (words := self._read(self._reads[at])) is not None:
+            return words
+        found = self._read([(*one[:-1], 0) for one in self._reads_of(calls)]) or b""
+        self._first, ahead = calls + 1, ahead if found else 0  # weights on a device have no words
+        self._reads = [list(self._reads_of(one)) for one in range(calls + 1, calls + 1 + ahead)]
+        return found
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:
         """Of the chunks of that step the tensor and its dtype.
@@ -67,35 +85,52 @@ class Sampler:
             named: names of parameters by their ids.
         """
         found = []
-        for parameter, key, tensor, _ in self._chunks(calls):
-            name = named.get(id(parameter), "a parameter")
-            called = name if tensor is parameter else f"{key} of {name}"
-            found.append((called, str(tensor.dtype).removeprefix("torch.")))
+        for group, place, key, _, draw, *_ in self._reads_of(calls):
+            parameter = self.optimizer.param_groups[group]["params"][place]
+            tensor = parameter if key is None else self.optimizer.state[parameter][key]
+            if chunk_of(tensor, draw) is not None:
+                name = named.get(id(parameter), "a parameter")
+                called = name if key is None else f"{key} of {name}"
+                found.append((called, str(tensor.dtype).removeprefix("torch.")))
         return found
 
-    def _chunks(self, calls: int) -> list[tuple[Any, Any, Any, bytes]]:
-        """Those of this step: each with its parameter, its name in what is known of that, and its tensor."""
+    def _read(self, reads: list[_Read]) -> bytes | None:
+        """The words; None: they are not where they were."""
+        groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
+        if [len(group["params"]) for group in groups] != self._counts:
+            return None
+        for number, place, key, many, draw, start, end, nbytes, address in reads:
+            parameter = groups[number]["params"][place]
+            known = known if isinstance(known := state.get(parameter), dict) else {}
+            if len(known) != many:
+                return None
+            found: Any = parameter if key is None else known.get(key)
+            if address and not (_is_plain(found) and found.data_ptr() == address and found.nbytes == nbytes):
+                return None
+            begin = address + start
+            chunk = MEMORY[begin : address + end].ljust(CHUNK_BYTES, b"\0") if address else chunk_of(found, draw)
+            words += chunk or b""
+        return words
+
+    def _reads_of(self, calls: int) -> Iterator[_Read]:
         groups, state = self.optimizer.param_groups, self.optimizer.state
         if [len(group["params"]) for group in groups] != self._counts:
             self._make_plan()
-        found: list[tuple[Any, Any, Any, bytes]] = []
         places, draw = self._places, xxhash.xxh3_64_intdigest(calls.to_bytes(8, "little"))
         for slot in range(calls * EACH_WAY, (calls + 1) * EACH_WAY) if places else ():
             turn, number = divmod(slot, len(places))
             for (group, place), way in ((places[number], turn), (self._by_size[draw % _SHARES], draw >> 40)):
-                parameter = tensor = groups[group]["params"][place]
-                known, key = state.get(parameter), None
-                if isinstance(known, dict):
-                    if (names := tuple(known)) != self._known:
-                        self._known, self._keys = names, [None, *sorted(names, key=str)]
-                    key = self._keys[way % len(self._keys)]
-                    one = known.get(key)
-                    if isinstance(one, torch.Tensor) and one.dim():  # else a step counter, say
-                        tensor = one
-                if (chunk := chunk_of(tensor, draw >> 12)) is not None:
-                    found.append((parameter, key, tensor, chunk))
+                parameter = groups[group]["params"][place]
+                known = known if isinstance(known := state.get(parameter), dict) else {}
+                if (names := tuple(known)) != self._known:
+                    self._known, self._keys = names, [None, *sorted(names, key=str)]
+                one = known.get(key := self._keys[way % len(self._keys)])
+                if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
+                    one, key = parameter, None
+                is_here = _is_plain(one) and one.is_cpu and one.is_contiguous()
+                lies = (*_part_of(one.nbytes, draw >> 12), one.nbytes, one.data_ptr()) if is_here else (0, 0, 0, 0)
+                yield group, place, key, len(known), draw >> 12, *lies
             draw //= _SHARES
-        return found
 
     def _make_plan(self) -> None:
         groups = self.optimizer.param_groups
@@ -112,6 +147,16 @@ def _size_of(parameter: Any) -> int:
     return 1 if is_lazy(parameter) else max(1, parameter.numel())
 
 
+def _is_plain(found: Any) -> bool:
+    return type(found) in PLAIN and found.layout is _STRIDED
+
+
+def _part_of(nbytes: int, draw: int) -> tuple[int, int]:
+    """Where in so many bytes a chunk begins and ends."""
+    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
+    return start, min(nbytes, start + CHUNK_BYTES)
+
+
 def chunk_of(tensor: Any, draw: int) -> bytes | None:
     """Neighbouring elements of `CHUNK_BYTES` bytes in all, filled up with zeros; None: they cannot be read here.
 
@@ -124,14 +169,11 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
         return None
     if not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
-    end = min(nbytes, start + CHUNK_BYTES)
+    address, size, (start, end) = tensor.data_ptr(), tensor.itemsize, _part_of(tensor.nbytes, draw)
     if not address:
         words = b""
     elif tensor.is_contiguous():
         words = MEMORY[address + start : address + end]
     else:
-        size = tensor.itemsize
         words = elements(tensor).flat[start // size : end // size].tobytes()
     return words.ljust(CHUNK_BYTES, b"\0")

@@ -25,7 +25,7 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
 from ckpt_engine.snapshot.cuda import TornCopyError
-from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage
+from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage, leavers
 from ckpt_engine.snapshot.save_request import OwnSnapshots, Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.snapshot.unchanged import Unchanged
@@ -81,9 +81,7 @@ class Pipeline:
         tier: str = "",
         process: bool = False,
     ) -> None:
-        self._open_writer = open_writer
-        self.process = process
-        self._emit = emit
+        self._open_writer, self.process, self._emit = open_writer, process, emit
         self._group = OwnSnapshots() if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self.slots = Slots(slots)
@@ -92,7 +90,7 @@ class Pipeline:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         self.memory = memory
         self._newest = Newest(self.slots.release, of_ranks=session is not None)
-        self._pulse: HeartbeatPage | None = None
+        self.pulse: HeartbeatPage | None = None
         self.groups = TrainedGroups()
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
@@ -125,7 +123,7 @@ class Pipeline:
         """
         if self._writer is not None:
             return
-        self._pulse = self._pulse or HeartbeatPage()
+        self.pulse = self.pulse or HeartbeatPage()
         if self._starting is None:
             self._group.reopens()
         if self._lost:
@@ -155,14 +153,15 @@ class Pipeline:
     def _arrived(self, client: WriterClient) -> None:
         if self.memory:
             self.memory = outlives_the_trainer(client, self._emit)
-        assert self._pulse is not None
+        assert self.pulse is not None
         with on_failure(partial(client.close, CLOSE_SECONDS)):  # else it would keep the lease
-            client.attach_pulse(self._pulse.fd)
+            client.attach_pulse(self.pulse.fd)
             self._share_rows(client)
 
     def record(self, recorder: FlightRecorder) -> None:
         """Share the rows of this recorder with the writer from now on."""
         self.recorder = recorder
+        leavers.add(recorder)
         if self._writer is not None and self._writer.client is not None:
             self._share_rows(self._writer.client)
 
@@ -179,19 +178,10 @@ class Pipeline:
     def _still_starting(self) -> bool:
         return self._starting is not None and not self._starting.done()
 
-    def begin_step(self, step: int, times: RunTimes | None = None) -> None:
-        """Training is about to begin `step`; the writer tells by it how much was lost.
-
-        Args:
-            times: what the time of this process went into; said once a second.
-        """
-        if self._pulse is not None and self._pulse.beat(step) and times is not None:
-            self._pulse.spend(times)
-
     def spend(self, times: RunTimes) -> None:
         """Let the writer know what the time of this process went into, now."""
-        if self._pulse is not None:
-            self._pulse.spend(times)
+        if self.pulse is not None:
+            self.pulse.spend(times)
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
         """See `Engine.prepare`."""
@@ -239,7 +229,8 @@ class Pipeline:
         if self._writer is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
-        self.begin_step(step + 1)
+        if self.pulse is not None:
+            self.pulse.beat(step + 1)
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
         slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
@@ -297,8 +288,8 @@ class Pipeline:
             when: wall-clock and monotonic seconds of the instant.
         """
         assert self._writer is not None
-        if self._pulse is not None:
-            self._pulse.fill(slot.index, self._jobs)
+        if self.pulse is not None:
+            self.pulse.fill(slot.index, self._jobs)
         layout, marks = self.groups.look(capture)
         job = wanted.job(
             job=self._jobs,
@@ -463,9 +454,9 @@ class Pipeline:
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:
                 self._emit(Notice("WARNING", lacking))
-        if self._pulse is not None:
-            self._pulse.close()
-            self._pulse = None
+        if self.pulse is not None:
+            self.pulse.close()
+            self.pulse = None
         if self.recorder is not None:
             self.recorder.close()
         self.slots.close()

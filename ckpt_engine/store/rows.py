@@ -57,14 +57,9 @@ class Row(NamedTuple):
     time: float
     words: bytes
 
-    def encode(self) -> bytes:
-        """Its bytes, with a checksum."""
-        body = _ROW.pack(*self[:-1], len(self.words), self.words)
-        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
-
 
 def decode(data: bytes) -> Row | None:
-    """The inverse of `Row.encode`; None: a row that is not whole."""
+    """A row from its bytes; None: it is not whole."""
     if len(data) < ROW_BYTES:
         return None
     *values, nbytes, words = _ROW.unpack_from(data)
@@ -83,10 +78,11 @@ class Ring:
 
     _memory: memoryview
 
-    def put(self, row: Row) -> None:
-        """Add a row. Where there is one of that place already it is replaced."""
-        at = (row.number - 1) % ROWS * ROW_BYTES
-        self._memory[at : at + ROW_BYTES] = row.encode()
+    def put(self, row: tuple[Any, ...]) -> None:
+        """Add what a `Row` is made of, with a checksum. Where there is one of that place already it is replaced."""
+        at = (row[0] - 1) % ROWS * ROW_BYTES
+        body = _ROW.pack(*row[:-1], len(row[-1]), row[-1])
+        self._memory[at : at + ROW_BYTES] = body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
     def after(self, number: int) -> Iterator[bytes]:
         """The rows behind this one, in order, as far as they are whole. Those that were replaced are left out."""

@@ -16,7 +16,7 @@ from ckpt_engine.probe.repeated_steps import RepeatedSteps
 from ckpt_engine.probe.sample import Sampler
 from ckpt_engine.store.rows import ProcessRows, Row
 
-STEPS = range(40)
+STEPS, LATER_STEPS = range(40), range(40, 80)
 HUGE = 10**6
 
 
@@ -128,25 +128,31 @@ def _sparse(parameter: Any, known: dict[str, Any]) -> None:
     known["exp_avg"] = known["exp_avg"].to_sparse()
 
 
+def _cut_where_it_is(parameter: Any, known: dict[str, Any]) -> None:
+    known["exp_avg"] = torch.empty(0).set_(known["exp_avg"].untyped_storage(), 0, (1,))
+
+
 @pytest.mark.parametrize(
     "change",
-    [_new_data, _new_moment, _new_data_of_a_moment, _smaller, _more_moments, _no_state, _none, _sparse],
+    [_new_data, _new_moment, _new_data_of_a_moment, _smaller, _more_moments, _no_state, _none, _sparse, _cut_where_it_is],
 )
 def test_a_tensor_that_is_exchanged_is_followed(change: Callable[[Any, dict[str, Any]], None]) -> None:
     """What is read is what a process reads that has seen nothing else; the old tensor's memory is free at once."""
     optimizer = _optimizer()
-    sampler = Sampler(optimizer, "optimizer")
-    before = [sampler.look(step) for step in STEPS]
+    sampler, unchanged = Sampler(optimizer, "optimizer"), Sampler(optimizer, "optimizer")
+    for step in STEPS:  # where it reads at the steps behind them is planned now
+        sampler.look(step)
+    before = [unchanged.look(step) for step in LATER_STEPS]
     kept = [weakref.ref(known["exp_avg"]) for known in optimizer.state.values()]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             change(parameter, optimizer.state[parameter])
-    after = [sampler.look(step) for step in STEPS]
+    after = [sampler.look(step) for step in LATER_STEPS]
     if change not in (_smaller, _none):  # other words are chosen with other parameters only
         fresh = Sampler(optimizer, "optimizer")
-        assert after == [fresh.look(step) for step in STEPS]
+        assert after == [fresh.look(step) for step in LATER_STEPS]
     assert after != before
-    replaced = change in (_new_moment, _no_state, _none, _sparse)
+    replaced = change in (_new_moment, _no_state, _none, _sparse, _cut_where_it_is)
     assert all((ref() is None) is replaced for ref in kept)
 
 

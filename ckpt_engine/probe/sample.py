@@ -39,7 +39,7 @@ class Sampler:
 
     Where the words of the next steps lie is found for many steps at once: with cold caches, the first call of a
     function costs as much as a hundred in a row. A step reads them there only if each tensor still has that memory,
-    all of it: what was freed may belong to nobody, and reading it would end the process.
+    all of it: reading memory that was given back to the system would end the process.
 
     Args:
         optimizer: whose parameters are looked at.

@@ -390,14 +390,14 @@ class Restorer:
         Args:
             alone: looks, where this process is alone; `together`: of several ranks.
         """
-        session, here, origin = self._session, self._listed_once, getattr(self._config.resume, "from", None)
-        found = alone(here(), step) if session is None else together(session, here, step)
+        session, origin = self._session, getattr(self._config.resume, "from", None)
+
+        def look(where: FindPlaces, at: int | None) -> _Found | None:
+            return alone(where(), at) if session is None else together(session, where, at)
+
+        found = look(self._listed_once, step)
         self._begins_elsewhere = found is None and origin is not None
-        if not self._begins_elsewhere:
-            return found
-        return look_elsewhere(
-            str(origin), lambda where, at: alone(where(), at) if session is None else together(session, where, at)
-        )
+        return look_elsewhere(str(origin), look) if self._begins_elsewhere else found
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""

@@ -128,13 +128,13 @@ def _sparse(parameter: Any, known: dict[str, Any]) -> None:
     known["exp_avg"] = known["exp_avg"].to_sparse()
 
 
-def _cut_where_it_is(parameter: Any, known: dict[str, Any]) -> None:
+def _cut_there(parameter: Any, known: dict[str, Any]) -> None:
     known["exp_avg"] = torch.empty(0).set_(known["exp_avg"].untyped_storage(), 0, (1,))
 
 
 @pytest.mark.parametrize(
     "change",
-    [_new_data, _new_moment, _new_data_of_a_moment, _smaller, _more_moments, _no_state, _none, _sparse, _cut_where_it_is],
+    [_new_data, _new_moment, _new_data_of_a_moment, _smaller, _more_moments, _no_state, _none, _sparse, _cut_there],
 )
 def test_a_tensor_that_is_exchanged_is_followed(change: Callable[[Any, dict[str, Any]], None]) -> None:
     """What is read is what a process reads that has seen nothing else; the old tensor's memory is free at once."""
@@ -152,7 +152,7 @@ def test_a_tensor_that_is_exchanged_is_followed(change: Callable[[Any, dict[str,
         fresh = Sampler(optimizer, "optimizer")
         assert after == [fresh.look(step) for step in LATER_STEPS]
     assert after != before
-    replaced = change in (_new_moment, _no_state, _none, _sparse, _cut_where_it_is)
+    replaced = change in (_new_moment, _no_state, _none, _sparse, _cut_there)
     assert all((ref() is None) is replaced for ref in kept)
 
 

@@ -52,7 +52,8 @@ def test_each_attempt_has_its_steps_its_cost_and_its_proof(ckpt: Ckpt, killed: P
     """Retention has removed the snapshots that they resumed from; the record of attempts knows them."""
     found = ckpt("report", killed, "--json").json
     lives = found["lives"]
-    assert len(found["snapshots"]) == 1
+    there = [one["step"] for one in found["snapshots"]]  # one before the last stays if it was still being copied
+    assert there[-1] == 160 and {60, 110}.isdisjoint(there)
     steps = [(one["resumed"], one["step"], one["lost_steps"]) for one in lives]
     assert steps == [(0, 66, 6), (60, 117, 7), (110, 160, None)], "the last step of each is cut off"
     assert [one["failed"] for one in lives] == [True, True, False]

@@ -105,7 +105,13 @@ class Sampler:
             if len(known) != many:
                 return None
             found: Any = parameter if key is None else known.get(key)
-            if address and not (_is_plain(found) and found.data_ptr() == address and found.nbytes == nbytes):
+            is_there = not address or (
+                type(found) in PLAIN
+                and found.layout is _STRIDED
+                and found.data_ptr() == address
+                and found.nbytes == nbytes
+            )
+            if not is_there:
                 return None
             begin = address + start
             chunk = MEMORY[begin : address + end].ljust(CHUNK_BYTES, b"\0") if address else chunk_of(found, draw)
@@ -127,7 +133,7 @@ class Sampler:
                 one = known.get(key := self._keys[way % len(self._keys)])
                 if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
                     one, key = parameter, None
-                is_here = _is_plain(one) and one.is_cpu and one.is_contiguous()
+                is_here = type(one) in PLAIN and one.is_cpu and one.layout is _STRIDED and one.is_contiguous()
                 lies = (*_part_of(one.nbytes, draw >> 12), one.nbytes, one.data_ptr()) if is_here else (0, 0, 0, 0)
                 yield group, place, key, len(known), draw >> 12, *lies
             draw //= _SHARES
@@ -145,10 +151,6 @@ class Sampler:
 def _size_of(parameter: Any) -> int:
     """Its elements; of one that is not initialised yet 1."""
     return 1 if is_lazy(parameter) else max(1, parameter.numel())
-
-
-def _is_plain(found: Any) -> bool:
-    return type(found) in PLAIN and found.layout is _STRIDED
 
 
 def _part_of(nbytes: int, draw: int) -> tuple[int, int]:

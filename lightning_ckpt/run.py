@@ -357,7 +357,7 @@ class FitRun:
             "loaders": self._loaders.states(epoch_is_over=False),
             "combined": internals.combined_position,
             "progress": internals.progress,
-            "buffer_syncs": self._run.capture.buffer_syncs(),
+            "buffer_syncs": self._run.capture.gradient_order.syncs(),
             "should_stop": bool(self._trainer.should_stop),
             "epoch": self._trainer.current_epoch,
             "batch": internals.batches_in_epoch,

@@ -128,23 +128,20 @@ class Capture:
                 "packed": self._packer.pack(
                     {
                         "rng": streams,
-                        "buffer_syncs": self.buffer_syncs(),
+                        "buffer_syncs": self.gradient_order.syncs(),
                         **own,
                         "made": self.made,
                         "audit": hidden,
-                        "gradient_order": self._gradient_order.state(),
+                        "gradient_order": self.gradient_order.state(),
                         "values": values,
                     }
                 ),
             }
         }
 
-    def buffer_syncs(self) -> list[bool]:
-        """`GradientOrder.syncs` of the models."""
-        return self._gradient_order.syncs()
-
     @cached_property
-    def _gradient_order(self) -> GradientOrder:
+    def gradient_order(self) -> GradientOrder:
+        """Of the models."""
         return GradientOrder(self._wrappers())  # models may be wrapped after this object was made
 
     def is_lazy(self, path: tuple[Any, ...]) -> bool:

@@ -428,7 +428,7 @@ class Tracker(LoopProgress):
         """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
         if (why := here.obstacle()) is not None:
             raise ImpossibleError(f"no snapshot can be taken there: {why}")
-        own = self._own(feed, here.states) | {"buffer_syncs": self._capture.buffer_syncs()}
+        own = self._own(feed, here.states) | {"buffer_syncs": self._capture.gradient_order.syncs()}
         stepped, counters = frozenset(self._stepped), self._surroundings.now()
         why = "it has gradients of earlier batches" if components.waiting_gradients(self._parts, stepped) else ""
         return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)

@@ -102,8 +102,8 @@ class AcceleratedLoop(Tracker):
         if not self._curves:
             self._curves = Curves(self._engine.root_url, self._internals.curves())
             loaded = self._engine.loaded
-            for problem in self._curves.go_on({} if loaded is None else loaded.manifest.notes):
-                self._resume.say(f"{problem.name}: {problem.why}")
+            problems = self._curves.go_on({} if loaded is None else loaded.manifest.notes)
+            self._resume.say(*(f"{problem.name}: {problem.why}" for problem in problems))
 
     def _goes_on(self, loader: Any, batches: int) -> bool:
         """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""

@@ -241,8 +241,7 @@ class Tracker(LoopProgress):
             self._engine.times.begin()
         if self._phase is ARRIVED:
             self._settle()
-        for problem in self._loops.asked(feed):
-            self._resume.say(problem)
+        self._resume.say(*self._loops.asked(feed))
         self._turn = self._turn or feed.asked_from
         self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
@@ -462,8 +461,7 @@ class Tracker(LoopProgress):
                 rng.restore(streams)
             self._loops.start.streams = own["rng"]
             self._loops.counted = own.get("loop", {}).get("numbers", {})
-            for problem in own.get("loop", {}).get("says", ()):
-                self._resume.say(problem)
+            self._resume.say(*own.get("loop", {}).get("says", ()))
 
     def _begins(self) -> None:
         begins = self._loops.start.read() and self._training is None
@@ -475,8 +473,7 @@ class Tracker(LoopProgress):
         """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""
         if not self._loops.arrives(feed):
             return
-        for problem in self._loops.problems():
-            self._resume.say(problem)
+        self._resume.say(*self._loops.problems())
         self._phase = self._phase.to(ARRIVED)
         self._settle()
 

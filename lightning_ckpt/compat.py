@@ -180,15 +180,8 @@ class LightningInternals(DataInternals):
     # ---- wrapping
 
     def wrap_resume_start(self, around: Callable[..., None]) -> None:
-        """`around(original, path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
-        connector = self._trainer._checkpoint_connector
-        original = connector.resume_start
-
-        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            around(original, checkpoint_path, *args, **kwargs)
-
-        resume_start.resolves_auto = True  # type: ignore[attr-defined]
-        self.replaced.replace(connector, "resume_start", resume_start)
+        """`around(original, checkpoint_path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
+        self.replaced.around(self._trainer._checkpoint_connector, "resume_start", around)
 
     def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """`before()` and `after()` run around the fit loop's `on_advance_start`, once per epoch."""

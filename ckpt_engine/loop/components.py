@@ -23,6 +23,7 @@ from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.grouping import grouped
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
+from ckpt_engine.observe.curves import Curves
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
 from ckpt_engine.snapshot import arguments
@@ -253,6 +254,8 @@ class Surroundings:
     counted, files of the model, and random streams."""
     plain_number, whole_number = staticmethod(arguments.plain_number), staticmethod(arguments.whole_number)
     """Take what a trainer counts for a number of Python, whatever makes it."""
+    curves = Curves("", [])
+    """Its loggers, once they have begun."""
 
     def accumulating(self) -> bool:
         """Gradients of the last batch wait for those of the next one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
+from ckpt_engine.observe.curves import Curve, Curves
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
@@ -213,6 +214,13 @@ class Tracker(LoopProgress):
     def evaluated(self, seconds: float) -> None:
         """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
         self._run.evaluated(seconds)
+
+    def continue_curves(self, curves: Callable[[], Sequence[Curve]]) -> None:
+        """The loggers continue where the snapshot is; once, as soon as `curves` finds any."""
+        if not self._surroundings.curves:
+            self._surroundings.curves = found = Curves(self._engine.root_url, curves())
+            loaded = self._engine.loaded
+            self._resume.add([], found.go_on({} if loaded is None else loaded.manifest.notes))
 
     def numbers(self) -> dict[str, float]:
         """How the run stands, as loggers get it: `ckpt/overhead_percent` and so on, see `log.loggers`. Any thread."""

@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_engine.audit.source import names_in, slots_of
 from ckpt_engine.data import streams
+from ckpt_engine.data.walk import leaves
 from ckpt_engine.observe.clock import age_of_process
 from ckpt_engine.state.sharding import here, is_wrapper, parts_of
 from ckpt_engine.whose_code import is_function_of_user, is_library, is_standard, of_framework, of_us
@@ -382,11 +383,7 @@ def changes_within(value: Any) -> bool:
 
 
 def nbytes_of(value: Any) -> int:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, dict):
-        return sum(map(nbytes_of, value.values()))
-    return sum(map(nbytes_of, value)) if isinstance(value, list | tuple | collections.deque) else 0
+    return sum(int(one.nbytes) for one in leaves(value) if isinstance(one, torch.Tensor | np.ndarray))
 
 
 def tensors_in(value: Any, depth: int = DEPTH, most: int = _MOST_NODES) -> Iterator[Any]:

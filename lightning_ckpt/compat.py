@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -122,20 +123,19 @@ def is_lightnings(what: Any) -> bool:
     return str(what.__module__).startswith((*PACKAGES, "lightning_ckpt."))
 
 
+@dataclass(eq=False)
 class LightningInternals(DataInternals):
     """Typed, narrow access to the insides of one trainer.
 
     Args:
-        trainer: whose loops and connectors are reached.
+        _trainer: whose loops and connectors are reached.
 
     Methods named `wrap_…` replace a method on the instance, never on the class; `unwrap` puts everything back.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        super().__init__(trainer)
-        self.replaced = Replaced()
-        """Undone by `unwrap`."""
-        self._undo_sigterm: Callable[[], None] = lambda: None
+    replaced: Replaced = field(default_factory=Replaced)
+    """Undone by `unwrap`."""
+    _undo_sigterm: Callable[[], None] = lambda: None
 
     # ---- probing
 

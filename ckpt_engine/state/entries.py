@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -241,11 +241,11 @@ def entry_name(path: TreePath) -> str:
     return "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
+@dataclass(eq=False)
 class Names:
     """Container names of leaf paths: keys joined by "/", "~" and "/" inside keys written as ~0 and ~1, unique."""
 
-    def __init__(self) -> None:
-        self._taken = {"__metadata__"}
+    _taken: set[str] = field(default_factory=lambda: {"__metadata__"})
 
     def unique(self, path: TreePath) -> str:
         base = entry_name(path) or "value"

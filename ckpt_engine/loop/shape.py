@@ -187,11 +187,8 @@ def is_same(saved: Place, now: Place) -> bool:
 def is_in_body(outer: At, inner: At) -> bool:
     """Whether `inner` asks from the body of a `for` that asks from `outer`."""
     here = dict(reversed(inner))
-    for code, offset in outer:
-        loop = next((one for one in loops_around(code, offset) if one.head == offset), None)
-        if loop is not None and code in here and loop.head < here[code] <= loop.end:
-            return True
-    return False
+    loops = ((code, one) for code, offset in outer for one in loops_around(code, offset) if one.head == offset)
+    return any(one.head < here.get(code, -1) <= one.end for code, one in loops)
 
 
 def is_before(first: At, then: At) -> tuple[bool, bool]:

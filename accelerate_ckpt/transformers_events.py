@@ -384,24 +384,30 @@ class TrainerEvents(TrainerCallback):
 def _require(callback: TrainerEvents, trainer: Trainer) -> None:
     """Raises ConfigError where there is no exact resume."""
     arguments = trainer.args
-    if not any(one is callback for one in trainer.callback_handler.callbacks):
-        raise ConfigError(
+    rows = (
+        (
+            not any(one is callback for one in trainer.callback_handler.callbacks),
             "the trainer does not know this callback",
-            hint="Trainer(..., callbacks=[ckpt]) or trainer.add_callback(ckpt)",
-        )
-    if trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ConfigError(
+            "Trainer(..., callbacks=[ckpt]) or trainer.add_callback(ckpt)",
+        ),
+        (
+            trainer.accelerator.distributed_type is DistributedType.DEEPSPEED,
             "DeepSpeed keeps its state to itself",
-            hint="use the Trainer's own checkpoints, or TrainingArguments(fsdp=...)",
-        )
-    if arguments.n_gpu > 1:
-        raise ConfigError(
+            "use the Trainer's own checkpoints, or TrainingArguments(fsdp=...)",
+        ),
+        (
+            arguments.n_gpu > 1,
             f"this trainer spreads its model over {arguments.n_gpu} GPUs with DataParallel, which is not supported",
-            hint="make one of them visible: CUDA_VISIBLE_DEVICES=0",
-        )
-    for name, (why, hint) in _NOT_EXACT.items():
-        if getattr(arguments, name):
-            raise ConfigError(f"{name}=True {why}, so no resume is exact", hint=hint)
+            "make one of them visible: CUDA_VISIBLE_DEVICES=0",
+        ),
+        *(
+            (getattr(arguments, name), f"{name}=True {why}, so no resume is exact", hint)
+            for name, (why, hint) in _NOT_EXACT.items()
+        ),
+    )
+    for holds, why, hint in rows:
+        if holds:
+            raise ConfigError(why, hint=hint)
 
 
 def _saved_epoch(engine: Engine, counted: int) -> int:

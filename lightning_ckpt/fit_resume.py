@@ -461,18 +461,18 @@ class FitResume(TrainerResume):
         own, trainer, count = self._own, self._trainer, self.count
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
         schedulers = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
-        parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
-        if schedulers:
-            parts.append(Restored("schedulers", schedulers))
-        if exact and not self._engine.changes.new_streams:
-            parts.append(Restored("random streams", ", ".join(own["rng"])))
-        parts.append(Restored("data position", count(len(own["loaders"]), "loader")))
-        if exact and (own["results"] or own["metrics"]):
-            detail = f"{count(len(own['results']), 'logged value')}, {count(len(own['metrics']), 'metric object')}"
-            parts.append(Restored("running means", detail))
-        if own["gradients"]:
-            parts.append(Restored("accumulated gradients"))
-        return parts
+        means = f"{count(len(own['results']), 'logged value')}, {count(len(own['metrics']), 'metric object')}"
+        rows = (
+            (True, Restored("weights")),
+            (True, Restored("optimizers", optimizers)),
+            (True, Restored("loop counters")),
+            (schedulers, Restored("schedulers", schedulers)),
+            (exact and not self._engine.changes.new_streams, Restored("random streams", ", ".join(own["rng"]))),
+            (True, Restored("data position", count(len(own["loaders"]), "loader"))),
+            (exact and (own["results"] or own["metrics"]), Restored("running means", means)),
+            (own["gradients"], Restored("accumulated gradients")),
+        )
+        return [part for there, part in rows if there]
 
     def _conclude(self) -> None:
         if self.pending:

@@ -124,18 +124,15 @@ class FixedTriggers:
 
     def describe(self) -> str:
         """The fixed triggers in one line."""
-        parts, settings = [], self._settings
-        if (steps := settings.every_n_steps) is not None:
-            parts.append("every step" if steps == 1 else f"every {steps} steps")
-        if settings.every_seconds is not None:
-            parts.append(f"every {duration(settings.every_seconds)}")
-        if settings.at_steps:
-            parts.append(f"at steps {', '.join(map(str, settings.at_steps))}")
-        if settings.on_validation_end:
-            parts.append("after each validation")
-        if settings.at_end:
-            parts.append("at the end")
-        return " and ".join(", ".join(parts).rsplit(", ", 1)) or "never"
+        settings, steps = self._settings, self._settings.every_n_steps
+        rows = (
+            (steps is not None, "every step" if steps == 1 else f"every {steps} steps"),
+            (settings.every_seconds is not None, f"every {duration(settings.every_seconds or 0.0)}"),
+            (settings.at_steps, f"at steps {', '.join(map(str, settings.at_steps))}"),
+            (settings.on_validation_end, "after each validation"),
+            (settings.at_end, "at the end"),
+        )
+        return " and ".join(", ".join(text for fires, text in rows if fires).rsplit(", ", 1)) or "never"
 
 
 class Moment(NamedTuple):

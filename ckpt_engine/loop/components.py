@@ -81,26 +81,33 @@ class NamedParts:
 
     def __init__(self, objects: Mapping[str, Any], flat: FlatModels | None = None) -> None:
         for name, value in objects.items():
-            if name == OWN_KEY:
-                raise ConfigError(
-                    f"{name!r} is reserved for a component of the engine", hint="track it by another name"
-                )
-            if isinstance(value, type):
-                raise ConfigError(
-                    f"{name!r} is the class {value.__name__}, which has no state", hint="give an object of it"
-                )
-            if not callable(getattr(value, "state_dict", None)) or not callable(
-                getattr(value, "load_state_dict", None)
-            ):
-                raise ConfigError(
-                    f"{name!r}, a {type(value).__name__}, has no state_dict() and load_state_dict()",
-                    hint="track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods",
-                )
-            if hasattr(value, "consolidate_state_dict"):
-                raise ConfigError(
-                    f"{name!r}, a {type(value).__name__}, has a part of its state on each rank",
-                    hint="an optimizer that each rank has whole, or FSDP2 (fully_shard), which divides its state too",
-                )
+            methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
+            kind = value if isinstance(value, type) else type(value)
+            rows = (
+                (
+                    name == OWN_KEY,
+                    f"{name!r} is reserved for a component of the engine",
+                    "track it by another name",
+                ),
+                (
+                    isinstance(value, type),
+                    f"{name!r} is the class {kind.__name__}, which has no state",
+                    "give an object of it",
+                ),
+                (
+                    not all(map(callable, methods)),
+                    f"{name!r}, a {kind.__name__}, has no state_dict() and load_state_dict()",
+                    "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods",
+                ),
+                (
+                    hasattr(value, "consolidate_state_dict"),
+                    f"{name!r}, a {kind.__name__}, has a part of its state on each rank",
+                    "an optimizer that each rank has whole, or FSDP2 (fully_shard), which divides its state too",
+                ),
+            )
+            for holds, why, hint in rows:
+                if holds:
+                    raise ConfigError(why, hint=hint)
         self.objects: Mapping[str, Any] = dict(objects)
         self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
         self.optimizers = {

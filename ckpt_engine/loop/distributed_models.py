@@ -469,17 +469,17 @@ def _said(model: Any, order: bytes, size: int, step: int) -> _Said:
 
 def _obstacle(model: Any, order: bytes, size: int) -> str:
     parameters, sparse = model._build_params_for_reducer()
-    if not order:
-        return "the snapshot does not have the order: DDP did not know it yet"
-    if sorted(array("i", order)) != list(range(len(parameters))) or any(sparse):
-        return "the model has other parameters, or sparse gradients"
-    if dist.get_world_size(model.process_group) != size:
-        return "the gradients are not those of all ranks"
-    if model.static_graph or model._comm_hooks or getattr(model, "mixed_precision", None) is not None:
-        return "DDP has a static graph, communication hooks or mixed precision"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.module.parameters()):
-        return "the parameters have hooks"
-    return ""
+    has_others = sorted(array("i", order)) != list(range(len(parameters))) or any(sparse)
+    has_more = model.static_graph or model._comm_hooks or getattr(model, "mixed_precision", None) is not None
+    has_hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.module.parameters())
+    rows = (
+        (not order, "the snapshot does not have the order: DDP did not know it yet"),
+        (has_others, "the model has other parameters, or sparse gradients"),
+        (dist.get_world_size(model.process_group) != size, "the gradients are not those of all ranks"),
+        (has_more, "DDP has a static graph, communication hooks or mixed precision"),
+        (has_hooks, "the parameters have hooks"),
+    )
+    return next((why for holds, why in rows if holds), "")
 
 
 def _common(said: list[list[_Said] | None]) -> _Agreed:

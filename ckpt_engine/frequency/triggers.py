@@ -380,13 +380,11 @@ class MemoryTrigger:
             step_seconds: what a step takes; intervals count to half of it, limits ahead to the next one.
         """
         self._settle()
-        rhythm = self._rhythm
         if step <= self._step:
             return False
-        if rhythm.every_n_steps is not None:
-            return step // rhythm.every_n_steps > self._step // rhythm.every_n_steps
-        if rhythm.every_seconds is not None:
-            return now - self._time >= rhythm.every_seconds
+        if self._rhythm.fixed:
+            due_step, due_time = self.quiet(step_seconds)
+            return step >= due_step or now >= due_time
         if now - self._time + step_seconds + self.cost_seconds > self.limit_seconds:
             return True
         since = account.training_seconds - self._trained + step_seconds / 2.0

@@ -392,6 +392,9 @@ class Feed:
     def _count(self) -> int:
         return int(getattr(deref(self._outer), self._counter)) if self._counter else 0
 
+    def _run(self) -> None:
+        self.phase = self.phase.to(RUNNING)
+
 
 class _Pass(Proxy):
     """One pass over a feed, in the place of the loader's own iterator."""
@@ -411,7 +414,7 @@ class _Pass(Proxy):
                 listener.asked(feed)
             feed._resumed = None
             if feed.phase is BEGUN:
-                feed.phase = feed.phase.to(RUNNING)
+                feed._run()
         try:
             batch = next(self.inner)
         except StopIteration:

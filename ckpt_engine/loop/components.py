@@ -270,7 +270,7 @@ class Surroundings:
 
     def now(self) -> Counters:
         """Its counters; cheap, as it is called at every boundary."""
-        return Counters()
+        return Counters(notes=self.curves.note)
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:  # noqa: ARG002
         """Put back what `Counters.dump` gave; called when the run resumes, and again right before its first batch."""

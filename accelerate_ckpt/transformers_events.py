@@ -412,7 +412,8 @@ def _require(callback: TrainerEvents, trainer: Trainer) -> None:
 
 def _saved_epoch(engine: Engine, counted: int) -> int:
     """In which the snapshot continues; the loader has not counted an epoch whose end was not asked for."""
-    return max(counted, int(engine.notes[NOTE]["epoch"] or 0)) if NOTE in engine.notes else counted
+    notes = {} if engine.loaded is None else engine.loaded.manifest.notes
+    return max(counted, int(notes[NOTE]["epoch"] or 0)) if NOTE in notes else counted
 
 
 def _require_same_step(
@@ -424,7 +425,8 @@ def _require_same_step(
         saved: the step of the snapshot that was chosen.
         counted: the step that stands for it with this loader.
     """
-    there = (engine.notes[NOTE]["global_step"], counted) if NOTE in engine.notes else None
+    notes = {} if engine.loaded is None else engine.loaded.manifest.notes
+    there = (notes[NOTE]["global_step"], counted) if NOTE in notes else None
     if there == ((saved, state.global_step) if resumed else None):
         return
     tracker.release()

@@ -302,11 +302,6 @@ class Engine:
         return self._restorer.changes
 
     @property
-    def notes(self) -> Mapping[str, Any]:
-        """Those of the snapshot that was loaded; empty: none was."""
-        return {} if self.loaded is None else self.loaded.manifest.notes
-
-    @property
     def forked_from(self) -> str:
         """The snapshot of another run that the one that was loaded goes back to; "": there is none."""
         return str(fork_of(self._restorer.line_note) or "")

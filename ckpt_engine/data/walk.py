@@ -1,4 +1,4 @@
-"""A walk over objects that refer to each other, and what is in nested containers."""
+"""Walks over objects that refer to each other."""
 
 from __future__ import annotations
 

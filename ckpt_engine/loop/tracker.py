@@ -219,7 +219,8 @@ class Tracker(LoopProgress):
         """The loggers continue where the snapshot is; once, as soon as `curves` finds any."""
         if not self._surroundings.curves:
             self._surroundings.curves = found = Curves(self._engine.root_url, curves())
-            self._resume.add([], found.go_on(self._engine.notes))
+            loaded = self._engine.loaded
+            self._resume.add([], found.go_on({} if loaded is None else loaded.manifest.notes))
 
     def numbers(self) -> dict[str, float]:
         """How the run stands, as loggers get it: `ckpt/overhead_percent` and so on, see `log.loggers`. Any thread."""

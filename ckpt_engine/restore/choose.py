@@ -201,8 +201,9 @@ def _nearest_first(
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
     store it themselves once the first candidate has turned out to be of no use.
     """
-    far = [place for place in holders if place.storage.capabilities.slow_answers]
-    near = [place for place in holders if place not in far]
+    far, near = list[Repository](), list[Repository]()
+    for place in holders:
+        (far if place.storage.capabilities.slow_answers else near).append(place)
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
@@ -263,8 +264,10 @@ class _Copies:
 
     def sources(self) -> tuple[Repository, ...]:
         """The places to read from, in this order: what nodes have themselves before what is far away."""
-        near = [place for place in self.parts if place.storage.capabilities.nodes is not None]
-        return (*near, *self.whole, *(place for place in self.parts if place not in near))
+        near, far = list[Repository](), list[Repository]()
+        for place in self.parts:
+            (far if place.storage.capabilities.nodes is None else near).append(place)
+        return (*near, *self.whole, *far)
 
 
 def _assemble(

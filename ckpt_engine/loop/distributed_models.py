@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, MismatchError, RanksError, StateError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
 from ckpt_engine.state.module_names import canonical, renamed
@@ -110,11 +111,12 @@ class FlatModels:
             ConfigError: names the ranks; the same on all of them.
         """
         parts = self.parts()
-        trained: dict[torch.dtype, list[FlatPart]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) in parts:
-                    trained.setdefault(parameter.dtype, []).append(parts[id(parameter)])
+        trained = grouped(
+            (parameter.dtype, parts[id(parameter)])
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) in parts
+        )
         for some in trained.values():
             without = set(some[0].ranks).difference(*(ranks for part in some for ranks in part.grid.holders))
             if without:

@@ -285,7 +285,7 @@ class _Tensors:
 
     def flags(self, modes: tuple[list[bool], list[bool]]) -> dict[str, dict[str, list[str]]]:
         """As `dump_flags` of each model at the moment of `modes`."""
-        rows = {
+        rows: dict[str, list[Any]] = {
             "frozen": list(zip(self._parameters, modes[1], strict=True)),
             "eval": list(zip(self._modules, modes[0], strict=True)),
         }

@@ -264,13 +264,13 @@ class AdaptiveCheckpoint(Callback):
             self._run.validation_ended()
 
 
-def _start_fresh(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+def _start_fresh(original: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
     """`ckpt_path="auto"` under `fast_dev_run`, which neither reads nor writes snapshots."""
     from lightning_ckpt.restart import AUTO
 
-    if path == AUTO:
+    if checkpoint_path == AUTO:
         _log.info("fast_dev_run: AdaptiveCheckpoint is inactive, ckpt_path='auto' starts fresh")
-    original(None if path == AUTO else path, *args, **kwargs)
+    original(None if checkpoint_path == AUTO else checkpoint_path, *args, **kwargs)
 
 
 class FenceGuard(Callback):

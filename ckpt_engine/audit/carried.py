@@ -15,7 +15,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
@@ -89,16 +89,16 @@ class Carry(SimpleNamespace):
         vars(self).update(state)
 
 
+@dataclass(eq=False)
 class CarriedLocals:
     """Looks at the frames of the loop, at boundaries, and names what they carry."""
 
-    def __init__(self) -> None:
-        self._before: dict[tuple[CodeType, str], _Compared] = {}
-        self._clocks = Clocks()
-        self.modules: dict[str, Any] | None = None
-        """What `of_modules` has found."""
-        self.names: list[str] = []
-        """The variables that changed and are carried, in the order they were found."""
+    _before: dict[tuple[CodeType, str], _Compared] = field(default_factory=dict)
+    _clocks: Clocks = field(default_factory=Clocks)
+    modules: dict[str, Any] | None = None
+    """What `of_modules` has found."""
+    names: list[str] = field(default_factory=list)
+    """The variables that changed and are carried, in the order they were found."""
 
     def look(self, known: Collection[Any] = (), carries: Iterable[Carry] = ()) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.

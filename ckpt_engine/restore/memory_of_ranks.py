@@ -61,9 +61,8 @@ def attach_together(
     found: list[ShareSource] = []
 
     def look() -> dict[str, Any]:
-        for writer in range(ranks.size):
-            source = _source(root_url, writer, ranks.node, session.replicates, deadline)
-            found.extend([source] if source is not None else [])
+        sources = (_source(root_url, writer, ranks.node, session.replicates, deadline) for writer in range(ranks.size))
+        found.extend(filter(None, sources))
         return {"node": ranks.node, "sources": [asdict(source) for source in found]}
 
     def agree(said: list[dict[str, Any] | None]) -> dict[str, Any]:

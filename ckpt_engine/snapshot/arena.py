@@ -342,8 +342,8 @@ class _WarmUp:
         """Those that `take_done` and `give` have not handed out."""
         self.devices = devices
         self.cpu_seconds = 0.0
-        self._done: list[SharedSlot] = []
         self._made: list[SharedSlot] = []
+        """Those of them that are ready."""
         self._lock = threading.Lock()
         self.stopped = False
         """Its threads end as soon as they see it."""
@@ -354,14 +354,13 @@ class _WarmUp:
 
     @property
     def finished(self) -> bool:
-        return not self._thread.is_alive() and not self._done
+        return not self._thread.is_alive() and not self._made
 
     def take_done(self) -> list[SharedSlot]:
         with self._lock:
-            done, self._done = self._done, []
-            for slot in done:
-                self.slots.remove(slot)
-        return done
+            made, self._made = self._made, []
+            self.slots = [one for one in self.slots if one not in made]
+        return made
 
     def give(self) -> SharedSlot | None:
         """One that is not ready, for a snapshot that is taken now: it is not touched any more."""
@@ -389,7 +388,6 @@ class _WarmUp:
         with self._lock:
             if slot in self.slots and slot not in self._made:
                 self._made.append(slot)
-                self._done.append(slot)
 
     def stop(self) -> None:
         self.stopped = True

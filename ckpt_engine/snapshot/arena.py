@@ -10,7 +10,6 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +61,8 @@ class SharedSlot:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.is_cold = True
         """Not every page is there and mapped: see `SlotMemory`."""
+        self.users = 0
+        """Those who need what it holds; see `Slots`."""
         self._closed = False
         self._bound: _Bound | None = None
         self.pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
@@ -166,7 +167,6 @@ class Slots:
         """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
         self._free: list[SharedSlot] = []
         self._busy: dict[int, SharedSlot] = {}
-        self._uses: Counter[int] = Counter()
         self._next = 0
         self._warm_up: _WarmUp | None = None
         self._touched_seconds = 0.0
@@ -194,7 +194,7 @@ class Slots:
                 slot.prefault()
             self.pin_problem = slot.pinned.pin(plan.devices[0]) or self.pin_problem
         self._busy[slot.index] = slot
-        self._uses[slot.index] = 1
+        slot.users = 1
         return slot
 
     def _made_now(self, plan: StatePlan) -> SharedSlot | None:
@@ -221,16 +221,15 @@ class Slots:
     def retain(self, index: int) -> None:
         """One more needs the content of a slot that was taken."""
         if index in self._busy:
-            self._uses[index] += 1
+            self._busy[index].users += 1
 
     def release(self, index: int) -> None:
         """One of those who need the slot's content needs it no longer."""
-        if index not in self._busy:
+        if (slot := self._busy.get(index)) is None:
             return
-        self._uses[index] -= 1
-        if self._uses[index] == 0:
-            del self._uses[index]
-            slot = self._busy.pop(index)
+        slot.users -= 1
+        if slot.users == 0:
+            del self._busy[index]
             self._free.insert(0, slot)
             if slot.is_cold and index not in self._mapping:
                 self._mapping[index] = threading.Thread(target=self._map, args=(slot,), name="ckpt-map", daemon=True)
@@ -242,7 +241,6 @@ class Slots:
     def discard(self, index: int) -> None:
         """The slot is not used again; what else has its memory keeps it."""
         slot = self._busy.pop(index, None)
-        self._uses.pop(index, None)
         if slot is not None:
             slot.close()
 
@@ -293,7 +291,6 @@ class Slots:
         for thread in self._mapping.values():  # one that lets go of a slot while the interpreter ends would abort it
             thread.join(PREFAULT_TIMEOUT_SECONDS)
         self._free, self._busy, self._warm_up = [], {}, None
-        self._uses.clear()
 
     def limit(self, count: int) -> None:
         """Use at most so many from now on; those that are no longer wanted go when they are free."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -28,6 +28,9 @@ from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.arguments import seconds
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.names import parse_id, seq_of
+
+if TYPE_CHECKING:
+    from ckpt_engine.snapshot.pipeline import Pipeline
 
 WAIT_SECONDS = 3600.0
 """Of waits without a timeout of their own: forever, unless the engine has a fault."""
@@ -82,16 +85,6 @@ class Request:
         )
 
 
-class SaveOutcomes(Protocol):
-    """Where a handle learns what became of its snapshot; see `Pipeline`."""
-
-    def poll(self) -> None:
-        """Take in what the writer has said."""
-
-    def wait_for(self, handle: SaveHandle, timeout: float) -> bool:
-        """Wait until the snapshot of a handle is settled, at most `timeout` seconds; whether it is."""
-
-
 class SaveHandle:
     """One `save`. Training thread only.
 
@@ -111,7 +104,7 @@ class SaveHandle:
         ...     print(handle.wait(timeout=60))  # its id
     """
 
-    def __init__(self, pipeline: SaveOutcomes, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
         self._pipeline = pipeline
         self.step = step
         self.stall_seconds = 0.0

@@ -271,13 +271,13 @@ class SupersededError(WriterError):
     """The slot may have been filled again while it was read."""
 
 
+@dataclass(eq=False)
 class Digests:
     """The digests of one image, once they have been worked out. Thread safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.known: list[str] | None = None
-        """Of all pieces in order; None: not worked out yet."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    known: list[str] | None = field(default=None, init=False)
+    """Of all pieces in order; None: not worked out yet."""
 
     def settle(self, found: list[str]) -> list[str]:
         """Note them; returns them.

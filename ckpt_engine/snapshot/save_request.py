@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Self
@@ -204,6 +204,7 @@ class OwnSnapshots:
         return None
 
 
+@dataclass(eq=False)
 class SharedSnapshots(OwnSnapshots):
     """The snapshots that several ranks take together, as one of them counts and knows them. Training thread only.
 
@@ -215,16 +216,15 @@ class SharedSnapshots(OwnSnapshots):
         cancel: tells the others that this rank has no part in a snapshot, and why.
     """
 
-    def __init__(self, session: Session, cancel: Callable[[str, str], None]) -> None:
-        self._session = session
-        self._cancel = cancel
-        self._taking = False
-        self._waits_for: int | None = None
-        self._since = 0.0
-        self._took: str | None = None
-        self._newest: str | None = None
-        self._unsure: deque[str] = deque(maxlen=_ASKED)
-        self._left: deque[str] = deque()
+    _session: Session
+    _cancel: Callable[[str, str], None]
+    _taking: bool = field(default=False, init=False)
+    _waits_for: int | None = field(default=None, init=False)
+    _since: float = field(default=0.0, init=False)
+    _took: str | None = field(default=None, init=False)
+    _newest: str | None = field(default=None, init=False)
+    _unsure: deque[str] = field(default_factory=partial(deque, maxlen=_ASKED), init=False)
+    _left: deque[str] = field(default_factory=deque, init=False)
 
     def take(self, wanted: Request, parent: str | None, start: Callable[[], object], save: Save) -> SaveHandle:
         """Give it the id that all ranks do. Whatever fails in `save`: all ranks go on counting alike."""

@@ -381,19 +381,19 @@ class _Lane:
     adders: Sequence[tuple[Any, Sequence[_Step]]] = ()
 
 
+@dataclass(eq=False)
 class DeviceCopies:
     """The streams, buffers and the watching thread of one Checkpointer; nothing of it exists before it is needed.
 
     All methods belong to the training thread.
     """
 
-    def __init__(self, runtime: Cuda = CUDA) -> None:
-        self.runtime = runtime
-        self._lanes: dict[torch.device, _Lane] = {}
-        self._active: list[torch.device] = []
-        self._key: object = None
-        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    runtime: Cuda = CUDA
+    _lanes: dict[torch.device, _Lane] = field(default_factory=dict, init=False)
+    _active: list[torch.device] = field(default_factory=list, init=False)
+    _key: object = field(default=None, init=False)
+    _flights: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self, plan: object, flight: Flight) -> None:
         """Queue the copies of one instant.

@@ -345,16 +345,12 @@ class Staged:
             notes=job.notes,
         )
 
-    def digest(self) -> list[str]:
-        """The digests of all pieces, worked out now unless they are known.
+    def timed_digest(self) -> tuple[list[str], float]:
+        """The digests of all pieces, worked out now unless they are known, and the CPU time of other threads for that.
 
         Raises:
             WriterError: the image cannot be read.
         """
-        return self.timed_digest()[0]
-
-    def timed_digest(self) -> tuple[list[str], float]:
-        """As `digest`, and the CPU time that other threads have spent on it."""
         if self.digests.known is not None:
             return self.digests.known, 0.0
         with self.slot.image(self.nbytes) as image:

@@ -355,7 +355,7 @@ class MemorySnapshots:
 
     def _described(self, staged: Staged, run: str) -> bytes:
         """The manifest, or the part record of a rank's share, of which the digests are known."""
-        manifest = staged.manifest(run, staged.digest())
+        manifest = staged.manifest(run, staged.digests.known)
         if not self._ranks.several:
             return manifest_codec.encode(manifest)
         return part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
@@ -401,7 +401,7 @@ class MemorySnapshots:
 
     def _digest(self, order: StagedJob) -> None:
         try:
-            order.staged("").digest()
+            order.staged("").timed_digest()
         except (CkptError, ValueError, OSError) as err:
             self._digested[order] = ErrorRecord.of(err)
         finally:

@@ -360,19 +360,22 @@ class Persister:
             return False
 
     def look(self) -> There:
-        """See `crash_recovery.ShareBoard`, as of the three that follow."""
+        """Who has left which share at the nearest tier. Raises `CkptError`, like the three that follow."""
         return self._lane.call(self._primary.shares)
 
     def exists(self, snapshot: str) -> bool:
+        """Whether the snapshot of all ranks is committed there."""
         return self._lane.call(partial(self._primary.has, snapshot))
 
     def leave(self, order: StagedJob) -> None:
+        """Make a share durable, and say so; only that again if it was left before."""
         staged = order.staged(order.snapshot or "")
         event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
         if not self._config.ranks.leads:
             self._emit_event(event)
 
     def commit(self, order: StagedJob) -> bool:
+        """All shares of a snapshot are there: make it exist; False: they make none."""
         snapshot = order.snapshot or ""
         if not self._lane.call(partial(self._primary.commit_shares, snapshot)):
             return False

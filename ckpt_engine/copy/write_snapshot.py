@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -26,7 +26,6 @@ from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.watchdog import CallProgress
-from ckpt_engine.undo import on_failure
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -413,10 +412,14 @@ class RawContents:
         staged = self.staged
         digests = digesting(image, staged.cut_layout) if staged.digests.known is None else None
         began = time.monotonic()
-        with on_failure(digests.abandon) if digests is not None else nullcontext():
+        try:
             name = staged.data.name
             self.repository.storage.put(name, [image])
             self.new.append(name)
+        except BaseException:
+            if digests is not None:
+                digests.abandon()
+            raise
         self.write_seconds = time.monotonic() - began
         if digests is not None:
             staged.digests.settle(digests.result())

@@ -43,6 +43,7 @@ MOST_PART_PIECES = 1 << 18
 """So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
 
+@dataclass(eq=False)
 class ArenaSlot:
     """One shared buffer. It stays alive while it is retained, whatever becomes of the trainer. Thread safe.
 
@@ -53,12 +54,11 @@ class ArenaSlot:
     It is made with one reference.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._fd = fd
-        self._nbytes = nbytes
-        self._memory: memoryview | None = None
-        self._users = 1
-        self._lock = threading.Lock()
+    _fd: int
+    _nbytes: int
+    _memory: memoryview | None = field(default=None, init=False)
+    _users: int = field(default=1, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @contextmanager
     def image(self, nbytes: int) -> Iterator[memoryview]:

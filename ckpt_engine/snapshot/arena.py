@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
@@ -149,6 +149,7 @@ PREFAULT_TIMEOUT_SECONDS = 600.0
 _LOWEST_PRIORITY = 19
 
 
+@dataclass(eq=False)
 class Slots:
     """The arena's slots, `count` at most in use at once. Training thread only, except for the background warm-up.
 
@@ -160,18 +161,17 @@ class Slots:
         runtime: of the devices that copy into them; for a plan with device tensors, slots are page-locked.
     """
 
-    def __init__(self, count: int, runtime: Cuda = CUDA) -> None:
-        self.count = count
-        self._runtime = runtime
-        self.pin_problem: str | None = None
-        """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
-        self._free: list[SharedSlot] = []
-        self._busy: dict[int, SharedSlot] = {}
-        self._next = 0
-        self._warm_up: _WarmUp | None = None
-        self._touched_seconds = 0.0
-        self._mapping: dict[int, threading.Thread] = {}
-        """Threads that map the pages of slots that were filled while they were cold."""
+    count: int
+    _runtime: Cuda = CUDA
+    pin_problem: str | None = field(default=None, init=False)
+    """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
+    _free: list[SharedSlot] = field(default_factory=list, init=False)
+    _busy: dict[int, SharedSlot] = field(default_factory=dict, init=False)
+    _next: int = field(default=0, init=False)
+    _warm_up: _WarmUp | None = field(default=None, init=False)
+    _touched_seconds: float = field(default=0.0, init=False)
+    _mapping: dict[int, threading.Thread] = field(default_factory=dict, init=False)
+    """Threads that map the pages of slots that were filled while they were cold."""
 
     def take(self, plan: StatePlan) -> SharedSlot | None:
         """A slot that holds `plan`; None while all are in use. It is cold where it is the first use of that slot.

@@ -304,13 +304,18 @@ class Gather:
             manifest, copied = give(source, target, snapshot, put)
             seconds = time.monotonic() - began
             mine = part_records.of_manifest(manifest)
-            whole = part_records.merge([mine, *self._others(storage, mine, self.ranks.wait_seconds + seconds)])
+            deadline = time.monotonic() + self.ranks.wait_seconds + seconds
+            others = _other_parts(
+                storage, mine, range(mine.size), GATHER_LOOKS, lambda: deadline, self._pause, self._counts
+            )
+            whole = part_records.merge([mine, *others])
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
         finally:
             with suppress(CkptError):  # the next question removes what is left
-                _withdraw(storage, snapshot)
+                storage.delete(names.wanted_name(snapshot))
+                part_records.remove(storage, snapshot, part_records.there(storage, snapshot).get(snapshot, set()))
         return copied
 
     def _ask(self, storage: Storage, snapshot: str) -> None:
@@ -321,10 +326,6 @@ class Gather:
                 part_records.remove(storage, other, ranks)
         with suppress(StorageExistsError):
             storage.put(names.wanted_name(snapshot), [memoryview(b"{}\n")])
-
-    def _others(self, storage: Storage, mine: PartRecord, patience_seconds: float) -> list[PartRecord]:
-        deadline = time.monotonic() + patience_seconds
-        return _other_parts(storage, mine, range(mine.size), GATHER_LOOKS, lambda: deadline, self._pause, self._counts)
 
     def _counts(self, part: PartRecord) -> bool:
         """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""
@@ -352,11 +353,6 @@ def questions(storage: Storage) -> tuple[list[names.ParsedId], dict[str, set[int
     found = list(storage.list(names.PARTS))
     asked = [wanted for item in found if (wanted := names.wanted_id(item.name)) is not None]
     return sorted(asked, key=lambda one: (one.seq, one.id), reverse=True), part_records.by_snapshot(found)
-
-
-def _withdraw(storage: Storage, snapshot: str) -> None:
-    storage.delete(names.wanted_name(snapshot))
-    part_records.remove(storage, snapshot, part_records.there(storage, snapshot).get(snapshot, set()))
 
 
 def _forget_questions(storage: Storage, but: Collection[str]) -> None:

@@ -386,7 +386,7 @@ class Pipeline:
         if nbytes:
             self.slots.limit(fit.slots)
         self.process &= fit.process
-        if self._writer is not None and (self.memory != fit.memory or not fit.process):
+        if self._writer is not None and not self._waits_behind and (self.memory != fit.memory or not fit.process):
             # It would go on keeping a slot for a rescue: another one takes its place.
             if not self._writer.close(CLOSE_SECONDS):
                 self.before_update()

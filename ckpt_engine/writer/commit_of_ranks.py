@@ -304,11 +304,7 @@ class Gather:
             manifest, copied = give(source, target, snapshot, put)
             seconds = time.monotonic() - began
             mine = part_records.of_manifest(manifest)
-            deadline = time.monotonic() + self.ranks.wait_seconds + seconds
-            others = _other_parts(
-                storage, mine, range(mine.size), GATHER_LOOKS, lambda: deadline, self._pause, self._counts
-            )
-            whole = part_records.merge([mine, *others])
+            whole = part_records.merge([mine, *self._others(storage, mine, self.ranks.wait_seconds + seconds)])
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
@@ -326,6 +322,10 @@ class Gather:
                 part_records.remove(storage, other, ranks)
         with suppress(StorageExistsError):
             storage.put(names.wanted_name(snapshot), [memoryview(b"{}\n")])
+
+    def _others(self, storage: Storage, mine: PartRecord, patience_seconds: float) -> list[PartRecord]:
+        deadline = time.monotonic() + patience_seconds
+        return _other_parts(storage, mine, range(mine.size), GATHER_LOOKS, lambda: deadline, self._pause, self._counts)
 
     def _counts(self, part: PartRecord) -> bool:
         """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""

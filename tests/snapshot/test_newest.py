@@ -439,7 +439,7 @@ def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypat
 
 
 def test_too_little_host_memory_does_not_wait_for_a_writer_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training continues without the memory tier, and nobody waits for the lease."""
+    """Training continues without the memory tier, and nothing waits for the lease."""
     monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
     arena = Arena(3, MemoryLimit(int(1.9 * (4 * NUMBERS + 4096)), "limit of x"))
     arena.lease = threading.Event()

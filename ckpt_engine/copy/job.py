@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 from ckpt_engine import errors
@@ -158,18 +157,7 @@ class ErrorRecord:
 
     def exception(self) -> errors.CkptError:
         """An exception of the same class with the same text."""
-        return _classes().get(self.code, errors.WriterError)(*self.message.split("\n"), hint=self.hint)
-
-
-@cache
-def _classes() -> dict[str, type[errors.CkptError]]:
-    found: dict[str, type[errors.CkptError]] = {}
-    todo = [errors.CkptError]
-    while todo:
-        kind = todo.pop()
-        found[kind.code] = kind
-        todo += kind.__subclasses__()
-    return found
+        return errors.BY_CODE.get(self.code, WriterError)(*self.message.split("\n"), hint=self.hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,7 +310,8 @@ class Gather:
                 target.commit(whole)
         finally:
             with suppress(CkptError):  # the next question removes what is left
-                _withdraw(storage, snapshot)
+                storage.delete(names.wanted_name(snapshot))
+                part_records.remove(storage, snapshot, part_records.there(storage, snapshot).get(snapshot, set()))
         return copied
 
     def _ask(self, storage: Storage, snapshot: str) -> None:
@@ -352,11 +353,6 @@ def questions(storage: Storage) -> tuple[list[names.ParsedId], dict[str, set[int
     found = list(storage.list(names.PARTS))
     asked = [wanted for item in found if (wanted := names.wanted_id(item.name)) is not None]
     return sorted(asked, key=lambda one: (one.seq, one.id), reverse=True), part_records.by_snapshot(found)
-
-
-def _withdraw(storage: Storage, snapshot: str) -> None:
-    storage.delete(names.wanted_name(snapshot))
-    part_records.remove(storage, snapshot, part_records.there(storage, snapshot).get(snapshot, set()))
 
 
 def _forget_questions(storage: Storage, but: Collection[str]) -> None:

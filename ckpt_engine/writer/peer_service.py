@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, WriterError
@@ -121,12 +121,12 @@ def verify(share: PeerShare, image: memoryview) -> None:
                 raise CorruptError(f"{name!r} of the share of rank {share.rank} does not match its digest")
 
 
+@dataclass(eq=False)
 class _Seal:
     """Makes the tags of one direction of a connection: each is good for one frame, at one place."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._count = 0
+    _key: bytes
+    _count: int = field(default=0, init=False)
 
     def tag(self, kind: bytes, body: bytes | memoryview) -> bytes:
         """Of the next frame."""

@@ -46,6 +46,7 @@ from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, Re
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
 from ckpt_engine.writer.freshness import Freshness
@@ -418,8 +419,7 @@ class PrimaryTier:
             if self._run is None or self._acquire is None:
                 raise
             storage = self._repository.storage
-            with suppress(CkptError, OSError):  # whatever it was, it is lost
-                self._lease.release()
+            self._let_go()
             self._progress.moved(LEASE_SECONDS)
             removed, folder = Repository(storage).record() is None, storage.capabilities.folder
             if removed and folder is not None and device_of(folder.root) != self._device:
@@ -428,18 +428,19 @@ class PrimaryTier:
                     hint="mount the disk again: the next snapshot goes there",
                 ) from None
             self._lease = self._acquire()
-            try:
+            with on_failure(self._let_go):  # kept, it would look as if all of this were done
                 self.settle_at(adopt_run(self._run, storage))
-            except BaseException:
-                with suppress(CkptError, OSError):  # kept, it would look as if all of this were done
-                    self._lease.release()
-                raise
             if removed:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
             else:
                 self._notice(f"{self._url} was replaced while it was written: snapshots go to what is there now")
+
+    def _let_go(self) -> None:
+        """Give back a lease that is lost, or of no use: whatever comes of it."""
+        with suppress(CkptError, OSError):
+            self.release()
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._swept = False

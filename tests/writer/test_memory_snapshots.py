@@ -100,7 +100,7 @@ def test_an_order_keeps_what_it_was_sent_with(sending: Trainer) -> None:
     sending.say([os.memfd_create("other")], slot=[0, 1], layout=layout, keys=["x"], trees={"x": {"$": "v", "i": 0}})
     sending.say(gone=[0])
     staged = order.staged("00000001-s0000000003-00000000")
-    assert list(staged.manifest("run", staged.digest()).entries) == ["model.weight", "step", "model.none"]
+    assert list(staged.manifest("run", staged.timed_digest()[0]).entries) == ["model.weight", "step", "model.none"]
     with staged.slot.image(staged.data.nbytes) as image:
         assert bytes(image[-16:-8]) == weight_bytes(3, 8)
 
@@ -109,7 +109,7 @@ def test_what_is_not_sent_again_is_as_before(sending: Trainer) -> None:
     """A key that is new, in the order that is said; the skeletons of the others stay, and so does the layout."""
     sending.say(keys=["loop", "more", "model"], trees={"more": [NONE]})
     staged = sending.hold(30, values={"loop": [3]}).staged("00000001-s0000000030-00000000")
-    manifest = staged.manifest("run", staged.digest())
+    manifest = staged.manifest("run", staged.timed_digest()[0])
     assert list(manifest.tree) == ["loop", "more", "model"]
     assert (manifest.tree["loop"]["epoch"], manifest.tree["more"]) == (3, [NONE])
     sending.say(keys=["loop"])

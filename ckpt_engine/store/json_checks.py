@@ -13,13 +13,10 @@ from math import isfinite, prod
 from typing import Any, NoReturn
 
 from ckpt_engine.errors import CorruptError
+from ckpt_engine.observe.number_types import LATEST_SECONDS, MOST
 
 _MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
 """What taking apart an unexpected document can raise."""
-MOST = 1 << 60
-"""No count of bytes or elements is larger."""
-LATEST_SECONDS = 253_000_000_000
-"""The year 9987: later times are no dates."""
 _MAX_DIMENSIONS = 64
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -30,7 +27,7 @@ def reading(what: str, hint: str | None = None) -> Iterator[None]:
     try:
         yield
     except _MALFORMED as err:
-        why = str(err) if type(err) is ValueError else f"{type(err).__name__}: {err}"
+        why = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
         raise CorruptError(f"{what}: {why}", hint=hint) from err
 
 

@@ -26,7 +26,7 @@ def command(root: str, as_json: bool) -> None:
     """
     config = options_of(root)
     storage = repository_of(config.tiers[0]).storage
-    if not (history := history_of(config, storage)).rows:
+    if not (history := history_of(config, storage)).attempts:
         raise StorageMissingError(
             f"no attempts are recorded at {storage.url}",
             hint="check the path; `ckpt ls` shows snapshots, and a run records its attempts from its first start on",

@@ -10,7 +10,7 @@ import msgspec
 
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError, StorageMissingError
 from ckpt_engine.store.container import ALGORITHM, T, digest
-from ckpt_engine.store.json_checks import loads, reading
+from ckpt_engine.store.json_checks import reading
 from ckpt_engine.store.storage.base import Storage
 
 _KEY = b', "digest": "'
@@ -38,7 +38,7 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     if found and text[len(body) :].rstrip(b" \n") != end:
         raise CorruptError(f"{where} is damaged: it does not match its digest")
     with reading(f"{where} is damaged"):
-        row = loads(text)
+        row = msgspec.json.decode(text)
     if not isinstance(row, dict):
         raise ForeignError(f"{where} is not of ckpt-engine")
     if found:

@@ -1,4 +1,4 @@
-"""Checks the fields of JSON that anybody may have written.
+"""Checks what types cannot say of JSON that anybody may have written.
 
 Functions raise ValueError, which `reading` turns into the error of a document, with its name.
 """

@@ -1,7 +1,7 @@
 """The values that cross between trainer and writer.
 
 Everything here is JSON-able, by `to_json` or by `asdict`, except the arena itself, which crosses as file descriptors.
-`msgspec.convert` makes the values of it again.
+`job_from_json` and `msgspec.convert` make the values of it again.
 
 What rarely changes is said when it does, for all jobs from there on. A *layout* describes the bytes of an arena slot:
 it already is the data file, header included. A *skeleton* is the JSON tree of one top-level key of the state, in which
@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
+
+import msgspec
 
 from ckpt_engine import errors
 from ckpt_engine.errors import WriterError
@@ -344,7 +346,7 @@ class WriterConfig:
 
 
 def to_json(value: Layout | PersistJob) -> dict[str, Any]:
-    """The fields of `value` as JSON, which `msgspec.convert` makes one of again. Shallow: mappings are not copied."""
+    """The fields of `value` as JSON. Shallow: mappings are not copied."""
     return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
 
 
@@ -352,6 +354,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return dataclasses.asdict(value) if isinstance(value, Line) else value
+
+
+def job_from_json(data: Mapping[str, Any]) -> PersistJob:
+    """The job of `to_json`. Types are not checked: what a caller has let through fails its job, not the writer."""
+    return PersistJob(
+        **{
+            **data,
+            "lacked": tuple(data["lacked"]),
+            "damaged": tuple(data["damaged"]),
+            "line": msgspec.convert(data["line"], Line),
+            "marks": tuple(GroupMark(*one) for one in data["marks"]),
+        }
+    )
 
 
 class KeySkeleton:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ckpt_engine.copy.job import ALONE, ErrorRecord, KeySkeleton, Layout, PersistJob, RankConfig
+from ckpt_engine.copy.job import ALONE, ErrorRecord, KeySkeleton, Layout, PersistJob, RankConfig, job_from_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
@@ -114,7 +114,7 @@ class MessageDecoder:
         """
         kind = body["kind"]
         if kind in (messages.PERSIST, messages.HOLD):
-            return self._resolve(msgspec.convert(body["job"], PersistJob))
+            return self._resolve(job_from_json(body["job"]))
         if kind != messages.ARENA:
             close_all(fds)
             raise WriterError(f"the writer does not know the message {kind!r}")

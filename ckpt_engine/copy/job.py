@@ -347,13 +347,11 @@ class WriterConfig:
 
 def to_json(value: Layout | PersistJob) -> dict[str, Any]:
     """The fields of `value` as JSON. Shallow: mappings are not copied."""
-    return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return dataclasses.asdict(value) if isinstance(value, Line) else value
+    fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    return {
+        name: dict(one) if isinstance(one, Mapping) else dataclasses.asdict(one) if isinstance(one, Line) else one
+        for name, one in fields.items()
+    }
 
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:

@@ -96,7 +96,7 @@ def _interval(root: str) -> list[str]:
         StorageMissingError: it has recorded no interval.
     """
     config = options_of(root)
-    live, rows = LiveWriter.of(config.root_url), read_attempts(repository_of(config.tiers[0]).storage).rows
+    live, rows = LiveWriter.of(config.root_url), read_attempts(repository_of(config.tiers[0]).storage).attempts
     found = [(one.began + since, why) for one in rows for since, _, why in one.intervals]
     found += [(time.time(), live.why)] if live is not None and live.why else []
     if not found:

@@ -13,6 +13,8 @@ from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import msgspec
+
 from ckpt_engine.errors import (
     CkptError,
     CorruptError,
@@ -23,6 +25,7 @@ from ckpt_engine.errors import (
     StorageExistsError,
     StorageMissingError,
 )
+from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
@@ -79,7 +82,7 @@ class RunRecord:
     """
 
     run: str
-    created: float
+    created: Seconds
     fork: ForkPoint | None = None
 
 
@@ -559,10 +562,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 f"{where} has format version {row['version']}, this program reads up to {VERSION}",
                 hint="upgrade ckpt-engine",
             )
-        json_checks.require(
-            type(row["run"]) is str and json_checks.is_time(row["created"]), "it names no run, or no time"
-        )
-        return RunRecord(row["run"], float(row["created"]), fork_of({FORKED: row.get("fork")}))
+        return msgspec.convert({**row, "fork": fork_of({FORKED: row.get("fork")})}, RunRecord)
 
 
 def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:

@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import xxhash
 
 from ckpt_engine.errors import StorageError, StorageMissingError
-from ckpt_engine.store import json_checks, names
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Storage
 
 ROW_BYTES = 512
@@ -159,7 +160,7 @@ def read_life(storage: Storage, name: str) -> ProcessRows | None:
     """What the object of this name has; None: nothing that can be used. Rows that are not whole are left out."""
     try:
         data = storage.get(name)
-        about = json_checks.loads(data[:ROW_BYTES])
+        about = msgspec.json.decode(data[:ROW_BYTES])
     except (StorageMissingError, ValueError, RecursionError):
         return None
     starts = range(ROW_BYTES, len(data) - ROW_BYTES + 1, ROW_BYTES)

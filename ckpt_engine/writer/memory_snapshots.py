@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from ckpt_engine.copy import job as values
-from ckpt_engine.copy.job import ALONE, ErrorRecord, KeySkeleton, PersistJob, RankConfig
+import msgspec
+
+from ckpt_engine.copy.job import ALONE, ErrorRecord, KeySkeleton, Layout, PersistJob, RankConfig, job_from_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
@@ -113,7 +114,7 @@ class MessageDecoder:
         """
         kind = body["kind"]
         if kind in (messages.PERSIST, messages.HOLD):
-            return self._resolve(values.job_from_json(body["job"]))
+            return self._resolve(job_from_json(body["job"]))
         if kind != messages.ARENA:
             close_all(fds)
             raise WriterError(f"the writer does not know the message {kind!r}")
@@ -123,7 +124,7 @@ class MessageDecoder:
             self._slots[number] = ArenaSlot(fds[0], nbytes)
         self._forget_slots(body["gone"])
         if (layout := body["layout"]) is not None:
-            self._layout = cache(lambda: CutLayout.of(values.layout_from_json(layout)))
+            self._layout = cache(lambda: CutLayout.of(msgspec.convert(layout, Layout)))
         if keys := body["keys"]:
             new = {key: cache(partial(KeySkeleton, tree)) for key, tree in body["trees"].items()}
             self._skeletons = {key: new.get(key) or self._skeletons[key] for key in keys}

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import xxhash
 
 from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
@@ -139,7 +140,7 @@ class ParitySets:
             FormatError: its bytes are not what was sent.
             OSError: there is no memory, or the sender is gone.
         """
-        share = PeerShare.of(said)
+        share = msgspec.convert(said, PeerShare)
         share.decoded()
         found, nbytes = self._begin(share)
         try:

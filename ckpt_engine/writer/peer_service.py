@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, WriterError
+from ckpt_engine.observe.number_types import Size
 from ckpt_engine.store.container import digest
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.channel import decode, encode
@@ -74,28 +75,12 @@ class PeerShare:
         nbytes: bytes of the data file.
     """
 
-    rank: int
+    rank: Size
     snapshot: str
     part: str
     record: str
     file: str
-    nbytes: int
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> PeerShare:
-        """The inverse of `dataclasses.asdict`, for what is among other things.
-
-        Raises:
-            LookupError, TypeError, ValueError: `said` is no description.
-        """
-        return cls(
-            int(said["rank"]),
-            str(said["snapshot"]),
-            str(said["part"]),
-            str(said["record"]),
-            str(said["file"]),
-            int(said["nbytes"]),
-        )
+    nbytes: Size
 
     def decoded(self) -> PartRecord:
         """Its part record.

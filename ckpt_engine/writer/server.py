@@ -164,11 +164,13 @@ class Serving:
     def _begin(self, body: Body) -> None:
         # Where the trainer finds packages that are not installed for this interpreter; our own folders come first.
         sys.path += [folder for folder in body["path"] if folder not in sys.path]
-        from ckpt_engine.copy.job import config_from_json
+        import msgspec
+
+        from ckpt_engine.copy.job import WriterConfig
         from ckpt_engine.writer.control import ControlHandlers
         from ckpt_engine.writer.job_queue import JobQueue
 
-        self._config = config = config_from_json(body["config"])
+        self._config = config = msgspec.convert(body["config"], WriterConfig)
         # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
         os.nice(_NICE)
         self._queue = JobQueue(config, self._channel.send, self._queue_ended, self._listen, self._poke, self._caught_up)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.copy.job import RankConfig, WriterConfig, job_to_json
+from ckpt_engine.copy.job import RankConfig, WriterConfig, to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import GONE, Requested
@@ -48,7 +48,7 @@ class Trainer:
 
     def hold(self, step: int, **changes: Any) -> StagedJob:
         job = dataclasses.replace(self.stage.job(step), **changes)
-        order = self.intake.take({"kind": messages.HOLD, "job": job_to_json(job)})
+        order = self.intake.take({"kind": messages.HOLD, "job": to_json(job)})
         assert order is not None
         self.orders.append(order)
         return order
@@ -356,9 +356,9 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     second = Stage(slot=1)
     for each in (stage, second):
         worker.put(*each.message())
-    worker.put({"kind": messages.PERSIST, "job": job_to_json(stage.job(1))})
+    worker.put({"kind": messages.PERSIST, "job": to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
-    worker.put({"kind": messages.HOLD, "job": job_to_json(second.job(2))})
+    worker.put({"kind": messages.HOLD, "job": to_json(second.job(2))})
     worker.abandon(GONE)
     offer = offered(worker.held)
     os.close(offer.fds[0])

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from ckpt_engine.errors import StorageReadOnlyError
-from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.partial_file import PartialFile
+
+if TYPE_CHECKING:
+    from ckpt_engine.store.manifest import Manifest
 
 BURST_SECONDS = 0.25
 SLICE_BYTES = 4 << 20

@@ -254,10 +254,15 @@ def showing(now: Callable[[], str], *, hidden: bool) -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int, *, hidden: bool, pause: Callable[[int], float] | None = None
+) -> Iterator[Callable[[int], None]]:
     """Says how many of `total` bytes are done, and how long the others take.
 
     What it gives takes the bytes that came since, on any thread.
+
+    Args:
+        pause: how many seconds to wait after so many bytes.
     """
     done, began, lock = 0, time.monotonic(), threading.Lock()
 
@@ -265,6 +270,8 @@ def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int],
         nonlocal done
         with lock:
             done += nbytes
+        if pause is not None:
+            time.sleep(pause(nbytes))
 
     with showing(lambda: f"{what}: {_far(done, max(done, total), time.monotonic() - began)}", hidden=hidden):
         yield advance

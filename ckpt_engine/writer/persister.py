@@ -44,6 +44,7 @@ from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
+from ckpt_engine.writer.mend_damage import mend_damage
 from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
@@ -95,7 +96,7 @@ class Persister:
         """The newest snapshot when retention had to spare one that was being copied."""
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
-        self._opened = self._joins_later = self._finishing = self._stopped = False
+        self._opened = self._joins_later = self._finishing = self._stopped = self._mends = False
         self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
@@ -394,6 +395,10 @@ class Persister:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
+            if job.damaged and not self._mends:
+                self._mends = True
+                work = partial(mend_damage, self._config, job.damaged, self._primary.check_lease, self._emit_event)
+                threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
 
     def _committed(self, snapshot: str) -> None:
         self.rows.committed()

@@ -174,8 +174,7 @@ def _shortest(ids: Sequence[str]) -> list[str]:
 
 def print_away(away: Sequence[UnreachableTier]) -> None:
     """Says which tiers are left out of what was printed, and why."""
-    for one in away:
-        print_text(f"left out: {one.url}: [{one.code}] {one.reason}", fg="red")
+    print_text(*(f"left out: {one.url}: [{one.code}] {one.reason}" for one in away), fg="red")
 
 
 def say_waiting(line: str) -> None:
@@ -289,6 +288,14 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
         indent: None: in one line.
     """
     click.echo(json.dumps(_plain(value), indent=indent))
+
+
+def print_answer(value: Any, *lines: str, as_json: bool) -> None:
+    """Writes what a command has done: `value` as JSON, or lines of text."""
+    if as_json:
+        print_json(value)
+    else:
+        print_text(*lines)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _mend(
             checked, away = verify()
     finally:  # what is damaged is named also if the run is being written
         done = "can be mended" if dry_run else "mended"
-        for one in () if as_json else mended:
-            print_text(f"{one.file}  {done} from {one.source}, {units.size(one.nbytes)}", fg="green")
+        lines = (f"{one.file}  {done} from {one.source}, {units.size(one.nbytes)}" for one in mended)
+        print_text(*(() if as_json else lines), fg="green")
         print_check(root, run, checked, away, as_json=as_json, repair={"dry_run": dry_run, "mended": mended})
     sys.exit(int(not all_ok(checked)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from ckpt_engine.copy.transfer import scratch_file, scratch_of
-from ckpt_engine.errors import CkptError, CorruptError, FormatError
+from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import decoder_of, stored_pieces
@@ -26,6 +26,7 @@ def whole_file(place: Repository, sources: Sequence[Repository], name: str) -> I
 
     Raises:
         CorruptError: no place has them.
+        StorageMissingError: no snapshot of the place needs them.
     """
     if (owner := names.manifest_id(name)) is not None:
         yield _manifest(place, sources, owner.id)
@@ -51,7 +52,7 @@ def _manifest(place: Repository, sources: Sequence[Repository], snapshot: str) -
 
 
 def _needed(place: Repository, name: str) -> tuple[DataFile, _Needed]:
-    """A data file as the manifests of its place describe it. Raises CorruptError if none does."""
+    """A data file as the manifests of its place describe it. Raises StorageMissingError if none does."""
     files: set[DataFile] = set()
     found: dict[Piece, tuple[str, str]] = {}
     for parsed in place.ids():
@@ -64,7 +65,7 @@ def _needed(place: Repository, name: str) -> tuple[DataFile, _Needed]:
                 if manifest.files[piece.file].name == name
             }
     if not files:
-        raise CorruptError(f"no snapshot needs {name}")
+        raise StorageMissingError(f"no snapshot needs {name}")
     return files.pop(), found
 
 

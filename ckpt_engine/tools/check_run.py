@@ -175,10 +175,8 @@ class Checker:
         """Read and digest everything the snapshot needs."""
         try:
             manifest = self._repository.read(snapshot)
-        except StorageMissingError as err:
-            return self._verdict(snapshot, [SnapshotProblem(err.code, err.message)], 0)
-        except FormatError as err:
-            return Verdict(snapshot, (SnapshotProblem(err.code, err.message, names.manifest_name(snapshot)),), 0)
+        except (FormatError, StorageMissingError) as err:
+            return self._verdict(snapshot, [SnapshotProblem(err.code, err.message, names.manifest_name(snapshot))], 0)
         problems, read_bytes = self._data(manifest, names.manifest_name(snapshot))
         return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from ckpt_engine.copy.whole_file import whole_file
-from ckpt_engine.errors import CorruptError
+from ckpt_engine.errors import CorruptError, StorageMissingError
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.tools.check_run import CheckedCopies, Counting
@@ -54,7 +54,10 @@ def mend_run(
             counting(nbytes) as advance,
         ):
             for name in damaged:
-                with suppress(CorruptError), whole_file(place, sources, name) as (image, source):
+                with (
+                    suppress(CorruptError, StorageMissingError),
+                    whole_file(place, sources, name) as (image, source),
+                ):
                     if lease is not None:
                         lease.check()
                         place.storage.put(name, [image], exclusive=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.copy.whole_file import whole_file
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
@@ -29,9 +30,9 @@ def mend_damage(
     for name in damaged:
         what = f"{name} at {place.storage.url}"
         try:
-            with whole_file(place, sources, name) as (image, source):
+            with suppress(StorageMissingError), whole_file(place, sources, name) as (image, source):
                 check_lease()
                 place.storage.put(name, [image], exclusive=False)
                 emit(Notice("INFO", f"{what} was damaged and is mended from {source}"))
         except CkptError as err:
-            emit(Notice("WARNING", f"{what} is damaged and stays so: {err.message}"))
+            emit(Notice("WARNING", f"{what} is not mended: {err.message}"))

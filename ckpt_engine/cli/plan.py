@@ -58,8 +58,8 @@ def command(root: str | None, failures: str, compare: str, days: float | None, a
         print_json({**made, "restart": restart, "policies": planned})
     else:
         _print(planned, wanted, costs, restart, measured, ended)
-        why = "it takes too many snapshots in that time; --days simulates it as well"
-        print_text(*(f"{name} is left out: {why}" for name in left))
+        for name in left:
+            print_text(f"{name} is left out: it takes too many snapshots in that time; --days simulates it as well")
 
 
 def _print(

@@ -130,8 +130,8 @@ def _print(outcome: PruneOutcome) -> None:
         short = units.size(outcome.plan.short_bytes)
         print_text(f"the limits cannot be kept, {short} too much stays: nothing was removed for them", fg="red")
     if outcome.done is not None:
-        kept_whole = outcome.done.not_slimmed.items()
-        print_text(*(f"{one} keeps all its components: {why}" for one, why in kept_whole), fg="red")
+        for snapshot, why in outcome.done.not_slimmed.items():
+            print_text(f"{snapshot} keeps all its components: {why}", fg="red")
         if outcome.done.collected.withheld_bytes:
             damaged = ", ".join(bad.id for bad in outcome.done.collected.damaged)
             withheld = units.size(outcome.done.collected.withheld_bytes)

@@ -394,8 +394,12 @@ def _notes_of_repairs(repairs: Sequence[Repair], nearest: str) -> Iterator[str]:
     if len(named) > MAX_TOLD:
         yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
     for bad, good in dict.fromkeys((one.bad, one.good) for one in repairs if one.bad != URL):
-        mends = "the run mends that copy after its next snapshot, and" if bad == nearest else "when the run has ended,"
-        yield f"{mends} this command does so: `ckpt repair {units.place(bad)} --from {units.place(good)}`"
+        mends = (
+            "the writer of the next snapshot mends that copy; without one"
+            if bad == nearest
+            else "mend that copy when the run has ended"
+        )
+        yield f"{mends}: `ckpt repair {units.place(bad)} --from {units.place(good)}`"
     sums: dict[tuple[str, str, str], Repair] = {}
     for repair in repairs:
         if repair.entry is None:

@@ -6,6 +6,7 @@ It says what that means for a run there.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -64,18 +65,13 @@ def _clean(storage: Storage) -> None:
     """Remove what was tried out; a storage that does not answer keeps it."""
     with suppress(CkptError):
         storage.delete(*(item.name for item in storage.list("")))
-    local = storage.capabilities.folder
-    if local is not None and Path(local.root).is_dir():
-        for folder, _, _ in os.walk(local.root, topdown=False):
-            Path(folder).rmdir()
+    if (local := storage.capabilities.folder) is not None:
+        shutil.rmtree(local.root, ignore_errors=True)
 
 
 def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
-    basic = tried("write and read", _round_trip, storage)
-    yield basic
-    if basic.mark is Mark.BAD:
-        return
     checks: dict[str, Callable[[Storage], tuple[Mark, str]]] = {
+        "write and read": _round_trip,
         "create only": _exclusive,
         "create at once": _race,
         "replace if unchanged": _conditional,
@@ -85,11 +81,13 @@ def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
         "throughput": partial(_throughput, nbytes=nbytes),
         "clock": _clock,
         "free space": _space,
+        **({"channel": _channel} if storage.capabilities.encrypted is not None else {}),
     }
     for check, work in checks.items():
-        yield tried(check, work, storage)
-    if storage.capabilities.encrypted is not None:
-        yield tried("channel", _channel, storage)
+        found = tried(check, work, storage)
+        yield found
+        if work is _round_trip and found.mark is Mark.BAD:
+            return
 
 
 def tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Storage) -> Finding:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.copy.whole_file import whole_file
 from ckpt_engine.errors import CkptError, StorageMissingError
+from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
@@ -28,11 +29,11 @@ def mend_damage(
     """
     place, *sources = (Repository(open_storage(one.url, one.storage_options)) for one in (config, *config.tiers))
     for name in damaged:
-        what = f"{name} at {place.storage.url}"
+        what = f"{name} at {units.place(place.storage.url)}"
         try:
             with suppress(StorageMissingError), whole_file(place, sources, name) as (image, source):
                 check_lease()
                 place.storage.put(name, [image], exclusive=False)
-                emit(Notice("INFO", f"{what} was damaged and is mended from {source}"))
+                emit(Notice("INFO", f"{what} was damaged and is mended from {units.place(source)}"))
         except CkptError as err:
             emit(Notice("WARNING", f"{what} is not mended: {err.message}"))

@@ -1,4 +1,4 @@
-"""Makes the bytes of a damaged file of a run again, of what its place and other places of the run have.
+"""Makes the bytes of a damaged file of a run again from what several places of the run have.
 
 They are whole only if every piece that a snapshot of the place needs has the digest in the manifest.
 """

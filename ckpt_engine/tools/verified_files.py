@@ -1,4 +1,4 @@
-"""Remembers which data files of a place are verified, and since when, so that a scrub continues where one has ended."""
+"""Remembers which data files of a place a scrub has found whole."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Persister:
         """The newest snapshot when retention had to spare one that was being copied."""
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
-        self._opened = self._joins_later = self._finishing = self._stopped = self._mends = False
+        self._opened = self._joins_later = self._finishing = self._stopped = False
         self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
@@ -390,14 +390,13 @@ class Persister:
         return True
 
     def _learn(self, job: PersistJob) -> None:
-        self._primary.learn(job.line, job.common, job.lacked, job.damaged)
+        damaged = self._primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
-            if job.damaged and not self._mends:
-                self._mends = True
-                work = partial(mend_damage, self._config, job.damaged, self._primary.check_lease, self._emit_event)
+            if damaged:
+                work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._emit_event)
                 threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
 
     def _committed(self, snapshot: str) -> None:

@@ -177,11 +177,6 @@ def print_away(away: Sequence[UnreachableTier]) -> None:
     print_text(*(f"left out: {one.url}: [{one.code}] {one.reason}" for one in away), fg="red")
 
 
-def say_waiting(line: str) -> None:
-    """Says what takes so long, on the error stream."""
-    _at_work.say(line)
-
-
 class _AtWork:
     """What the command does now, and when something was last said of it.
 
@@ -218,6 +213,8 @@ class _AtWork:
 
 
 _at_work = _AtWork()
+say_waiting = _at_work.say
+"""Says what takes so long, on the error stream."""
 
 
 @contextmanager

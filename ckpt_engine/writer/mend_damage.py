@@ -27,7 +27,8 @@ def mend_damage(
         check_lease: raises `LeaseHeldError` if the tier is not ours any more.
         emit: takes a notice for each file; may be called on any thread.
     """
-    place, *sources = (Repository(open_storage(one.url, one.storage_options)) for one in (config, *config.tiers))
+    further = (open_storage(tier.url, tier.storage_options) for tier in config.tiers)
+    place, *sources = map(Repository, (open_storage(config.url, config.storage_options), *further))
     for name in damaged:
         what = f"{name} at {units.place(place.storage.url)}"
         try:

@@ -27,7 +27,6 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Throttle
-from ckpt_engine.tools import verified_files
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
 from tests.snapshot.passage import same
@@ -297,7 +296,7 @@ def test_a_scrub_leaves_out_what_was_found_whole_within_the_given_time(
     assert whole > 0 and read_bytes("--every", "7d") == 0 and read_bytes() == whole
     assert read_bytes("--every", "7d") == 0
     later = time.time() + 8 * 86_400.0
-    monkeypatch.setattr(verified_files.time, "time", lambda: later)
+    monkeypatch.setattr(time, "time", lambda: later)
     assert read_bytes("--every", "7d") == whole
     monkeypatch.undo()
     assert read_bytes("--every", "7d") == whole  # a time that has not come yet does not count

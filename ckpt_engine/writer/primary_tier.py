@@ -113,8 +113,7 @@ class PrimaryTier:
         self._made_room = made_room
         self._codec = config.codec
         self._aside = aside
-        self._drafts_fail = False
-        self._swept = self._warned = self._gives_way = False
+        self._drafts_fail = self._swept = self._warned = self._gives_way = False
         self._ranks = ranks
         self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}

@@ -44,6 +44,7 @@ from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
+from ckpt_engine.writer.mend_damage import mend_damage
 from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
@@ -386,11 +387,14 @@ class Persister:
         return True
 
     def _learn(self, job: PersistJob) -> None:
-        self._primary.learn(job.line, job.common, job.lacked, job.damaged)
+        damaged = self._primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
+            if damaged:
+                work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._emit_event)
+                threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
 
     def _committed(self, snapshot: str) -> None:
         self.rows.committed()

@@ -114,8 +114,7 @@ class PrimaryTier:
         self._made_room = made_room
         self._codec = config.codec
         self._aside = aside
-        self._drafts_fail = False
-        self._swept = self._warned = self._gives_way = False
+        self._drafts_fail = self._swept = self._warned = self._gives_way = False
         self._ranks = ranks
         self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}
@@ -149,14 +148,19 @@ class PrimaryTier:
         self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
 
-    def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> None:
+    def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> set[str]:
         """What is written next is of this line, refers to no damaged file, and all nodes have this snapshot: what is
         older is not what a lost common one would be missed for, and what some node lacks is not either.
+
+        Returns:
+            The damaged files that were not known to be so.
         """
+        unknown = set(damaged) - self._repository.damaged
         self._line = line
         self._repository.damaged.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
+        return unknown
 
     def _unsure(self) -> dict[str, str]:
         """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""

@@ -34,6 +34,7 @@ from ckpt_engine.audit.values import (
     attributes_of,
     changes_in_place,
     digest,
+    fill,
     freeze,
     is_drawn,
     is_used,
@@ -80,13 +81,15 @@ class Carry(SimpleNamespace):
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a snapshot.
+        """Take the values of a snapshot. A tensor that is trained stays the same object: its optimizer has it.
 
         Args:
             state: from `state_dict`; what it does not name goes.
         """
+        trained = {name: one for name, one in vars(self).items() if isinstance(one, torch.Tensor) and one.requires_grad}
+        kept = {name: one for name, one in trained.items() if fill(one, state.get(name), within=False)}
         vars(self).clear()
-        vars(self).update(state)
+        vars(self).update({**state, **kept})
 
 
 class CarriedLocals:
@@ -145,16 +148,12 @@ class _Compared:
 def _compared(value: Any, known: Collection[Any]) -> _Compared | None:
     """What of a variable may be state; None: nothing."""
     if isinstance(value, nn.Module):
-        return _Compared(_nothing, ("module", id(value)))
+        return _Compared(_reference(MISSING), ("module", id(value)))
     if is_used(value) and not isinstance(value, FunctionType | type):
         return _Compared(_reference(value), freeze(attributes_of(value), depth=2))
     if not isinstance(value, _KINDS) or isinstance(value, bool) or (isinstance(value, int) and value in known):
         return None
-    return _Compared(_reference(value) if changes_in_place(value) else _nothing, freeze(value, depth=2))
-
-
-def _nothing() -> Any:
-    return MISSING
+    return _Compared(_reference(value if changes_in_place(value) else MISSING), freeze(value, depth=2))
 
 
 def calls_now() -> frozenset[tuple[CodeType, int]]:

@@ -22,9 +22,9 @@ class StepsMade(set[int]):
     A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
     through another (a GAN's generator through its discriminator). So do those that a loop does not clear before its
     next backward pass, once it has stepped with them again, and those that a step begins with before it runs its
-    closure. At the first step of an optimizer all gradients are looked at; at later ones the first and the last stand for
-    all. Where a loop had cleared them at the last boundary, its next step does not touch them: if they are there at the
-    next boundary after all, they wait.
+    closure. At the first step of an optimizer all gradients are looked at; later the first and the last stand for all.
+    Where a loop had cleared them at the last boundary, its next step does not touch them: if they are there at the next
+    boundary after all, they wait.
 
     Args:
         optimizers: by name.

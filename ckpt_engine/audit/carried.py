@@ -40,6 +40,7 @@ from ckpt_engine.audit.values import (
     is_used,
     items_of,
     reached,
+    tensors_in,
 )
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.whose_code import is_library_file, of_framework
@@ -81,13 +82,17 @@ class Carry(SimpleNamespace):
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a snapshot. A tensor that is trained stays the same object: its optimizer has it.
+        """Take the values of a snapshot. Tensors that are trained stay the same objects: their optimizers have them.
 
         Args:
             state: from `state_dict`; what it does not name goes.
         """
-        trained = {name: one for name, one in vars(self).items() if isinstance(one, torch.Tensor) and one.requires_grad}
-        kept = {name: one for name, one in trained.items() if fill(one, state.get(name), within=False)}
+        kept = {
+            name: one
+            for name, one in vars(self).items()
+            if any(getattr(part, "requires_grad", False) for part in tensors_in(one))
+            and fill(one, state.get(name), within=True)
+        }
         vars(self).clear()
         vars(self).update({**state, **kept})
 

@@ -242,6 +242,10 @@ def test_a_trained_tensor_of_a_carry_stays_the_one_that_its_optimizer_has() -> N
     carry.alpha.sum().backward()
     optimizer.step()
     assert carry.alpha is alpha and carry.alpha.tolist() == [4.0] and carry.last.tolist() == [1.0, 1.0]
+    carry.layers = layers = [torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)]
+    both = list(layers)
+    carry.load_state_dict({"alpha": torch.ones(1), "layers": [torch.ones(2), torch.ones(1)]})
+    assert carry.layers[0] is both[0] and carry.layers[1] is both[1] and both[0].tolist() == [1.0, 1.0]
     carry.load_state_dict({"alpha": torch.ones(3)})  # of another shape
     assert carry.alpha.tolist() == [1.0, 1.0, 1.0]
 

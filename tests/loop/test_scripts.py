@@ -82,6 +82,7 @@ def live(folder: Path, loop: Callable[[Script], None], seed: int = 1, die_at: in
     counted.calls = 0  # type: ignore[attr-defined]
     noise.cache_clear()
     OfClass.history.clear()
+    ALPHA.data.zero_()
     script = Script(folder, seed, die_at)
     with contextlib.suppress(Killed):
         try:
@@ -451,6 +452,18 @@ def learns_an_attribute(script: Script) -> None:
             _learn(temperature.alpha, optimizer, loss)
 
 
+ALPHA = torch.zeros(1, requires_grad=True)
+
+
+def learns_a_global_variable(script: Script) -> None:
+    optimizer = torch.optim.SGD([ALPHA], lr=0.1)
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            loss = script.step(x, 1 + ALPHA.item())
+            _learn(ALPHA, optimizer, loss)
+
+
 def learns_a_list_by_hand(script: Script) -> None:
     weights = [torch.zeros(1, requires_grad=True), torch.ones(2, requires_grad=True)]
     script.track()
@@ -482,6 +495,7 @@ EXACT: tuple[Callable[[Script], None], ...] = (
     draws_in_the_collate_function_of_workers,
     learns_a_variable,
     learns_an_attribute,
+    learns_a_global_variable,
     learns_a_list_by_hand,
 )
 NAMED: dict[Callable[[Script], None], str] = {

@@ -82,7 +82,7 @@ def live(folder: Path, loop: Callable[[Script], None], seed: int = 1, die_at: in
     counted.calls = 0  # type: ignore[attr-defined]
     noise.cache_clear()
     OfClass.history.clear()
-    ALPHA.data.zero_()
+    as_in_a_new_process()
     script = Script(folder, seed, die_at)
     with contextlib.suppress(Killed):
         try:
@@ -453,6 +453,11 @@ def learns_an_attribute(script: Script) -> None:
 
 
 ALPHA = torch.zeros(1, requires_grad=True)
+
+
+def as_in_a_new_process() -> None:
+    """No function names both the variable and a method that changes something within."""
+    ALPHA.data = torch.zeros(1)
 
 
 def learns_a_global_variable(script: Script) -> None:

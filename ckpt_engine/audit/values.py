@@ -262,20 +262,23 @@ def is_iterator(value: Any) -> bool:
 
 
 def is_own(value: Any) -> bool:
-    """Whether it changes within and can be put back there: a stream, or a container of streams and plain values."""
+    """Whether it changes within and can be put back there: a stream, or a container of streams and plain values.
+
+    Trained tensors are plain values too, but not the parameters of modules.
+    """
     return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, DEPTH))
 
 
 def changes_in_place(value: Any) -> bool:
     """The same of a variable that is always the same object: a tensor or an array too."""
     if isinstance(value, torch.Tensor):
-        return not value.requires_grad
+        return value.is_leaf
     return isinstance(value, np.ndarray) or is_own(value)
 
 
 def _is_plain(value: Any, depth: int, most: int = _MOST_NODES) -> bool:
     if isinstance(value, torch.Tensor):
-        return not value.requires_grad
+        return value.is_leaf and not (value.requires_grad and isinstance(value, torch.nn.Parameter))
     if isinstance(value, CONTAINERS):
         rows = _first_of(value, most) + (_first_of(value.values(), most) if isinstance(value, dict) else [])
         return depth > 0 and all(_is_plain(one, depth - 1, most // len(rows)) for one in rows)

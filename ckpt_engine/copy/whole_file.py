@@ -42,11 +42,12 @@ def whole_file(place: Repository, sources: Sequence[Repository], name: str) -> I
 
 
 def _manifest(place: Repository, sources: Sequence[Repository], snapshot: str) -> tuple[memoryview, str]:
-    """The manifest of a source whose data files the place has."""
+    """The manifest of a source of the same run whose data files the place has."""
     for source in sources:
         with suppress(CkptError):
             manifest, text = source.read_text(snapshot)
-            if not lacking(place.storage, manifest.files):
+            ours = place.run_of_manifests() or place.run_id  # a fork has the snapshots of its origin by the same ids
+            if manifest.run == ours and not lacking(place.storage, manifest.files):
                 return memoryview(text), source.storage.url
     raise CorruptError(f"no place has the manifest of {snapshot}")
 
@@ -81,22 +82,26 @@ def _fill(
     def part_of(piece: Piece) -> memoryview:
         return image[piece.offset : piece.offset + piece.nbytes]
 
-    for base in (place, *sources):
+    every = (place, *sources)
+    # What is left of a file that no place has whole is the last resort: at least its header has to be.
+    for base, least in (*((one, file.nbytes) for one in every), (place, 1)):
         with suppress(CkptError):
-            if not lacking(base.storage, [file]):
-                base.storage.get_into(file.name, 0, image)
+            there = image[: sum(item.nbytes for item in base.storage.list(file.name))]
+            if there.nbytes >= least:
+                base.storage.get_into(file.name, 0, there)
                 container.parse_header(bytes(image[: container.header_nbytes(bytes(image[:8]))]))
                 bad = [piece for piece in needed if digest(part_of(piece)) != piece.digest]
                 if bad or base is not place:  # else it is the header that is wrong
                     break
     else:
-        raise CorruptError(f"no place has {file.name} whole")
+        raise CorruptError(f"no place has the header of {file.name}")
     served = base.storage.url
     for piece in bad:
         snapshot, entry = needed[piece]
-        found = (one.storage.url for one in sources if _serve(one, snapshot, entry, file, piece, part_of(piece)))
-        if not (served := next(found, "")):
+        found = (one for one in every if _serve(one, snapshot, entry, file, piece, part_of(piece)))
+        if (source := next(found, None)) is None:
             raise CorruptError(f"no place has the bytes of {entry!r} in {file.name}")
+        served = served if source is place else source.storage.url
     return served
 
 

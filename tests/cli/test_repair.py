@@ -109,6 +109,10 @@ def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
+def header_of_another(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"frozen1", b"frozen9", 1))
+
+
 @pytest.mark.parametrize(("named", "damage"), [("tiers", truncate), ("from", zero)])
 def test_every_damaged_file_gets_its_bytes_back(
     ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path, named: str, damage: Callable[[Path], object]
@@ -214,6 +218,46 @@ def test_a_copy_in_another_form_is_decoded(ckpt: Ckpt, tmp_path: Path, codec: st
     lost = far.flip(far.ids[-1], "model/w")
     back = ckpt("repair", far.root, "--from", near.root)
     assert back.code == 1 and f"model/w: {lost}" in back.out
+
+
+def test_truncated_files_are_mended_from_a_copy_in_another_form(ckpt: Ckpt, tmp_path: Path) -> None:
+    """What is left has the header and some tensors, and the others are decoded."""
+    train([{"url": str(tmp_path / "near")}, {"url": str(tmp_path / "far"), "codec": "delta"}])
+    near, far = Place(tmp_path / "near"), Place(tmp_path / "far")
+    for name in near.was:
+        if name.startswith(names.DATA):
+            truncate(near.root / name)
+    assert ckpt("repair", near.root, "--from", far.root).code == 0
+    assert near.files() == near.was and far.files() == far.was
+
+
+@pytest.mark.parametrize("damage", [truncate, header_of_another])
+def test_two_damaged_copies_of_a_file_make_a_whole_one(
+    ckpt: Ckpt, pair: tuple[Place, Place], damage: Callable[[Path], object]
+) -> None:
+    """The other place has the size and the header, and lacks a tensor that this one has."""
+    near, far = pair
+    damage(near.root / far.flip(far.ids[0], "model/frozen0"))
+    hurt = far.files()
+    assert ckpt("repair", near.root, "--from", far.root).code == 0
+    assert near.files() == near.was and far.files() == hurt
+
+
+def test_a_fork_does_not_get_the_manifest_of_its_origin(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
+    """The snapshot has the same name in both, and a manifest says whose run it is; data files are the same ones."""
+    near, _ = pair
+    assert ckpt("fork", f"{near.root}#2", tmp_path / "fork").code == 0
+    fork = Place(tmp_path / "fork")
+    shared = fork.flip(fork.ids[0], "model/frozen1")
+    zero(fork.root / names.manifest_name(fork.ids[0]))
+    hurt = fork.files()
+    result = ckpt("repair", fork.root, "--from", near.root)
+    assert result.code == 1 and "mended" not in result.out and fork.files() == hurt
+    (fork.root / names.manifest_name(fork.ids[0])).write_bytes(fork.was[names.manifest_name(fork.ids[0])])
+    near_hurt = near.files()[shared]
+    assert near_hurt != near.was[shared]  # a hard link
+    assert ckpt("repair", near.root, "--from", tmp_path / "far").code == 0 and near.files() == near.was
+    assert ckpt("repair", fork.root, "--from", near.root).code == 0 and fork.files() == fork.was
 
 
 def test_a_bucket_mends_a_disk_and_the_other_way(ckpt: Ckpt, tmp_path: Path, moto: S3Server, bucket: str) -> None:

@@ -6,8 +6,10 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ckpt_engine.errors import FormatError, StorageError
+from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.store import names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.sealed_json import parsed, seal, stored
@@ -59,15 +61,17 @@ def key_of(file: str, pieces: Iterable[PieceKey]) -> str:
     return f"{file} {digest(repr(sorted(pieces)).encode())}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What `scrub.json` says."""
+
+    verified: dict[str, Seconds]
+
+
 def parse_verified(text: bytes, where: str) -> dict[str, float]:
     """When each file was verified, in seconds since the epoch, by the text of the record.
 
     Raises:
         CorruptError: it is none.
     """
-    return parsed(
-        text,
-        where,
-        lambda row: {key: float(at) for key, at in row["verified"].items()},
-        "remove it: the next scrub reads everything",
-    )
+    return parsed(text, where, _Record, "remove it: the next scrub reads everything").verified

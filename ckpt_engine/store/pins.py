@@ -98,11 +98,6 @@ def pins(storage: Storage) -> list[Pin]:
     return [pin for one in sorted(pinned_ids(storage)) if (pin := _read(storage, one))]
 
 
-def protection(storage: Storage) -> dict[str, str]:
-    """Id → reason of every pinned snapshot, for `plan`."""
-    return {pin.id: str(pin) for pin in pins(storage)}
-
-
 @dataclass(frozen=True, slots=True)
 class Orphan:
     """A pinned snapshot whose manifest was removed and whose data is all there."""

@@ -14,7 +14,7 @@ import xxhash
 
 from ckpt_engine.errors import StorageError, StorageMissingError
 from ckpt_engine.store import names
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.base import Storage, tidy
 
 ROW_BYTES = 512
 CHUNK_BYTES = 96
@@ -121,9 +121,13 @@ def files_of(storage: Storage, rank: int) -> list[str]:
 
 
 def forget_older(storage: Storage, name: str) -> None:
-    """Remove the rows of processes that are too old to be of use, of the rank of this object. Raises `StorageError`."""
+    """Remove the rows of processes that are too old to be of use, of the rank of this object, where that is allowed.
+
+    Raises:
+        StorageError: it could not be done.
+    """
     if (rank := names.rows_rank(name)) is not None:
-        storage.delete(*files_of(storage, rank)[:-KEPT_FILES])
+        tidy(storage, *files_of(storage, rank)[:-KEPT_FILES])
 
 
 def copy_rows(source: Storage, target: Storage, copied: dict[str, tuple[int, str]]) -> None:

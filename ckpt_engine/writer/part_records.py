@@ -28,7 +28,7 @@ from ckpt_engine.store import manifest_codec, names, repository
 from ckpt_engine.store.json_checks import is_shape, reading, require
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, RankCount, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.base import ObjectInfo, Storage, tidy
 
 READS_AT_ONCE = 32
 
@@ -218,8 +218,8 @@ def by_snapshot(listed: Iterable[ObjectInfo]) -> dict[str, set[int]]:
 
 
 def remove(storage: Storage, snapshot: str, ranks: Collection[int]) -> None:
-    """Remove part records; what they say is in a manifest, or not needed."""
-    storage.delete(*(names.part_name(snapshot, rank) for rank in ranks))
+    """Remove part records, where that is allowed; what they say is in a manifest, or not needed."""
+    tidy(storage, *(names.part_name(snapshot, rank) for rank in ranks))
 
 
 def merge(parts: Sequence[PartRecord]) -> Manifest:

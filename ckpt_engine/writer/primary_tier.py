@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
-from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
+from ckpt_engine.copy.make_room import collect, make_room, prune, shortage, where_permitted
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone, read_back
 from ckpt_engine.copy.write_snapshot import ALONE, CommitStrategy, RawContents, Staged, write_snapshot
@@ -40,6 +40,7 @@ from ckpt_engine.store.lease_holder import Lease, LeaseHolder, ProcessIdentity
 from ckpt_engine.store.lock_scope import lockable
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.object_lease import LOOK_SECONDS, Record
+from ckpt_engine.store.protection import begin
 from ckpt_engine.store.repository import Repository, lacking
 from ckpt_engine.store.retention import RESERVE_BYTES
 from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
@@ -107,8 +108,7 @@ class PrimaryTier:
         self._has_limits = Retention.of(policy).limits != ByteLimits()
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
-        folder = repository.storage.capabilities.folder
-        self._device = None if folder is None else device_of(folder.root)
+        self._device = device_of(folder.root) if (folder := repository.storage.capabilities.folder) else None
         self._progress = aside.waiting
         self._emit = emit
         self._made_room = made_room
@@ -147,6 +147,9 @@ class PrimaryTier:
         self._run = None if self._lease is None else RunText.of(repository)
         self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
+        days = Retention.of(self._policy).protect_days
+        if self._lease is not None and days + repository.require_record().protect_days:
+            begin(repository, days, self._notice)
 
     def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> set[str]:
         """What is written next is of this line, refers to no damaged file, and all nodes have this snapshot: what is
@@ -337,8 +340,9 @@ class PrimaryTier:
             return
         self._swept = True
         try:
-            for event in collect(self._repository, self._lease, in_flight=self._finish.in_flight).events(self._url):
-                self._emit(event)
+            with where_permitted(self._repository, self._notice):
+                for event in collect(self._repository, self._lease, in_flight=self._finish.in_flight).events(self._url):
+                    self._emit(event)
         except AbandonedError:
             self._swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
@@ -355,24 +359,21 @@ class PrimaryTier:
             return
         assert self._lease is not None
         try:
-            pruned = prune(
-                self._repository,
-                self._lease,
-                self._policy,
-                line=self._line,
-                protected={**protected, **self._unsure()},
-                verified=(newest,),
-                in_flight=self._finish.in_flight,
-                tidy=self._finish.is_shared,  # others leave what this writer does not know of
-            )
-        except AbandonedError:
-            return
+            with suppress(AbandonedError), where_permitted(self._repository, self._notice):
+                for event in prune(
+                    self._repository,
+                    self._lease,
+                    self._policy,
+                    line=self._line,
+                    protected={**protected, **self._unsure()},
+                    verified=(newest,),
+                    in_flight=self._finish.in_flight,
+                    tidy=self._finish.is_shared,  # others leave what this writer does not know of
+                ).events(self._url):
+                    self._emit(event)
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
             self._swept = False
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
-            return
-        for event in pruned.events(self._url):
-            self._emit(event)
 
     def _look_back(self) -> None:
         """Report what is stale in the newest snapshot, and a piece that is not as it was written; once."""

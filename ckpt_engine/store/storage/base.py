@@ -10,6 +10,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, Self
@@ -64,6 +65,8 @@ class Capabilities:
         encrypted: whether the channel protects the bytes.
         duplicate: of another storage, what makes the object of a name here as it is there, in the place of one that is
             here, without its bytes passing this process; it says whether it could. None: nothing can.
+        retain: has the store refuse to delete objects that are there, for the days that the storage was given; says why
+            it cannot. None: nothing can.
     """
 
     folder: Folder | None = None
@@ -82,6 +85,7 @@ class Capabilities:
     server_seconds: Callable[[], float | None] | None = None
     encrypted: Callable[[], bool] | None = None
     duplicate: Callable[[Storage], Duplicate | None] = lambda _: None
+    retain: Callable[[Sequence[str]], str | None] | None = None
 
 
 class Storage(Protocol):
@@ -138,6 +142,12 @@ class Storage(Protocol):
 
     def sweep(self) -> int:
         """Remove what interrupted `put`s left behind and return its bytes; never touches a `put` in progress."""
+
+
+def tidy(storage: Storage, *names: str) -> None:
+    """Remove objects that are of no more use and do no harm, where this user may delete."""
+    with suppress(StorageReadOnlyError):
+        storage.delete(*names)
 
 
 class Folder(Storage, Protocol):

@@ -384,7 +384,7 @@ def notes_about(
         for one in search.rejected
         if one.snapshot == candidate.info.id
     )
-    yield from _notes_of_repairs(repairs, where[0].storage.url)
+    yield from _notes_of_repairs(repairs, next(one.storage.url for one in where if one.storage.url != URL))
 
 
 def _notes_of_repairs(repairs: Sequence[Repair], nearest: str) -> Iterator[str]:
@@ -395,11 +395,11 @@ def _notes_of_repairs(repairs: Sequence[Repair], nearest: str) -> Iterator[str]:
         yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
     for bad, good in dict.fromkeys((one.bad, one.good) for one in repairs if one.bad != URL):
         mends = (
-            "the writer of the next snapshot mends that copy; without one"
+            "the next snapshot of this run mends that copy; if none is taken, run"
             if bad == nearest
             else "mend that copy when the run has ended"
         )
-        yield f"{mends}: `ckpt repair {units.place(bad)} --from {units.place(good)}`"
+        yield f"{mends} `ckpt repair {units.place(bad)} --from {units.place(good)}`"
     sums: dict[tuple[str, str, str], Repair] = {}
     for repair in repairs:
         if repair.entry is None:

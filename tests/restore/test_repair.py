@@ -91,7 +91,7 @@ def test_a_flipped_bit_near_is_mended_from_far_in_the_live_tensor(pair: Pair, en
     ]
     note, mends = found.notes
     by_hand = f"`ckpt repair {pair.root}/near --from {pair.root}/far`"
-    assert mends == f"the writer of the next snapshot mends that copy; without one: {by_hand}"
+    assert mends == f"the next snapshot of this run mends that copy; if none is taken, run {by_hand}"
     assert entry in note and pair.url("far") in note and "do not match their digest" in note
     assert found.place == pair.url("near")
     assert found.rejected == ()

@@ -102,7 +102,7 @@ def test_a_bucket_without_object_lock_is_named_and_is_written(moto: S3Server, bu
 
 
 def test_a_bucket_with_object_lock_needs_no_warning(moto: S3Server, locked: str) -> None:
-    """Nothing is said where the store refuses by itself."""
+    """Nothing is said where the store itself refuses."""
     begin(Repository(_storage(moto, locked)), DAYS, pytest.fail)
 
 

@@ -9,7 +9,6 @@ the first one knows that alone: the others look whether it was committed, and en
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -221,7 +220,6 @@ class Serving:
         """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to what would be lost."""
         if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
-        _silence()
         if not (self._closing or self._left):  # one is left alone below, the other was done when the trainer said so
             if self._peer.fd is None or self._peer.ended(_END_SECONDS):
                 queue.abandon(GONE)
@@ -287,12 +285,4 @@ def main(arguments: list[str]) -> int:
 
 def _complain(text: str) -> None:
     """Say something on stderr, which the trainer shows if this process breaks down."""
-    with contextlib.suppress(OSError):  # the trainer is gone, and with it the reader of this
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _silence() -> None:
-    """Let go of the pipe to the trainer: a fork of it may hold the other end without ever reading."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
+    print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -22,7 +22,6 @@ from ckpt_engine.observe.events import (
     CLOSED,
     FAILED,
     GONE,
-    Notice,
     SnapshotCommitted,
     SnapshotFailed,
     TierDegraded,
@@ -30,6 +29,7 @@ from ckpt_engine.observe.events import (
     line,
     said_if_slow,
 )
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.units import duration, place
 from ckpt_engine.store.storage.redaction import redacted, secrets_of
 from ckpt_engine.writer import channel, messages
@@ -76,7 +76,7 @@ class Hooks:
         self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}}
         self._reported: set[str] = set()
         """Codes of failures since a snapshot was durable."""
-        self._broken: set[str] = set()
+        self._report = Reporter(lambda event: emit(channel.event(event)))
         self.why: str | None = None
 
     def _take(self, body: Body) -> object:
@@ -107,7 +107,7 @@ class Hooks:
         call = post if isinstance(hook, str) and hook.startswith(("http://", "https://")) else run
         try:
             call(hook, about, self._config.on)
-            self._broken.discard(name)
+            self._report.worked(name)
         except Exception as err:  # noqa: BLE001 - whatever it is: the next one gets its own chance
             secrets = [
                 text
@@ -115,9 +115,7 @@ class Hooks:
                 for text in secrets_of(options)
             ]
             error = HookError(f"on.{name} failed, training continues: {redacted(str(err), secrets)}")
-            if name not in self._broken:
-                self._to_trainer(channel.event(Notice("WARNING", str(error))))
-            self._broken.add(name)
+            self._report.failed(name, str(error))
 
     def finish(self, ending: str | None) -> None:
         """Note how the run ends, and wait until everything has run, first with the trainer and then without it.

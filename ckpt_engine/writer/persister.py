@@ -25,13 +25,13 @@ from ckpt_engine.errors import (
     StorageStalledError,
 )
 from ckpt_engine.observe.events import (
-    Event,
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
     SnapshotFound,
     TierDegraded,
 )
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.lease_holder import Lease, LeaseHolder
@@ -84,6 +84,7 @@ class Persister:
     ) -> None:
         self._config = config
         self._emit = emit
+        self._report = Reporter(lambda event: emit(channel.event(event)))
         self._ids = ids
         self._spent = spent
         self._primary: PrimaryTier
@@ -113,10 +114,10 @@ class Persister:
         """
         config = self._config
         holder = config.holder or LeaseHolder.current()
-        policy = policy_of(config, self._notice)
+        policy = policy_of(config, self._report.warn)
         plain = open_storage(config.url, config.storage_options)
         self._lane = lane = StuckCallRunner(plain.url)
-        self.rows = RowFile(plain, self._emit_event)
+        self.rows = RowFile(plain, self._report.emit)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
         if not ranks.leads:
@@ -126,10 +127,10 @@ class Persister:
         if config.tiers:
             for tier in config.tiers:
                 require_served(tier.url, tier.storage_options)
-            self._make_secondary = lambda: SecondaryTiers(config, plain, holder, self._emit_event)
+            self._make_secondary = lambda: SecondaryTiers(config, plain, holder, self._report.emit)
             # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
             secondary = self._make_secondary() if ranks.several else None
-        pause = waiting(plain, holder, config.lease_wait_seconds, self._emit_event)
+        pause = waiting(plain, holder, config.lease_wait_seconds, self._report.emit)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
             undo.callback(lease.release)
@@ -150,11 +151,11 @@ class Persister:
             if config.memory:
                 self.run = RunText.of(repository)
                 for newest in repository.ids()[-1:]:
-                    self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
+                    self._report.emit(SnapshotFound(newest.id, newest.step, config.url))
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
             self._attempts = AttemptRecord(
-                plain, holder, ranks.size, self._primary.check_lease, self._emit_event, self._spent
+                plain, holder, ranks.size, self._primary.check_lease, self._report.emit, self._spent
             )
             self._attempts.begin()
             if len(ranks.places) > 1 and not (ranks.rank or config.tiers):
@@ -162,7 +163,7 @@ class Persister:
                     f"{len(ranks.places)} nodes have {config.url} for themselves, each with its part of every "
                     "snapshot: a lost node takes all of them with it, unless there is a further tier that all nodes see"
                 )
-                self._emit_event(Notice("INFO", text))
+                self._report.emit(Notice("INFO", text))
             self._opened = True
             undo.pop_all()
 
@@ -183,7 +184,7 @@ class Persister:
         self.first_seq = max(self.first_seq, repository.next_seq())
         for snapshot, exists in found:
             what = "written by all ranks and is committed now" if exists else "not written by all ranks and is dropped"
-            self._notice(f"{snapshot} was {what}")
+            self._report.warn(f"{snapshot} was {what}")
         return in_flight
 
     def leave_alone(self) -> None:
@@ -199,7 +200,7 @@ class Persister:
         try:
             cancel() if self._config.ranks.leads else self._lane.call(cancel)
         except StorageStalledError as err:
-            self._notice(err.message)
+            self._report.warn(err.message)
 
     def _tier_at(
         self,
@@ -212,7 +213,7 @@ class Persister:
         reads = StuckCallRunner(self._lane.url)
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
         aside = GuardedReader(Repository(storage), reads, self._lane.progress)
-        emit, gone = self._emit_event, self._gone
+        emit, gone = self._report.emit, self._gone
         return PrimaryTier(self._config, repository, lease, again, policy, aside, emit, gone, in_flight, self._alone)
 
     def close(self) -> None:
@@ -224,7 +225,7 @@ class Persister:
             try:
                 self._lane.call(self._release)
             except StorageStalledError as err:
-                self._notice(f"the lease could not be given back: {err.message}")
+                self._report.warn(f"the lease could not be given back: {err.message}")
 
     def _release(self) -> None:
         with suppress(StorageError):  # not reached is not removed
@@ -232,14 +233,14 @@ class Persister:
             if alone and (gone := self._primary.removed()) is not None:
                 parsed, why = names.parse_id(gone), "it was removed after it had become durable"
                 step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
-                self._emit_event(SnapshotFailed(gone, step, self._config.url, code, why))
+                self._report.emit(SnapshotFailed(gone, step, self._config.url, code, why))
         if self._attempts is not None:
             self._attempts.end(self.ending)
         self.rows.end()
         try:
             self._primary.release()
         except (CkptError, OSError) as err:  # a tier that is unreachable does not receive it
-            self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
+            self._report.warn(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
 
     def drain(self) -> None:
         """After `close`: finish what further tiers still want, for at most `drain_seconds`.
@@ -275,7 +276,7 @@ class Persister:
             self._secondary = secondary = self._make_secondary()
         except StorageError as err:  # a library that is there, and cannot be imported
             for tier in self._config.tiers:
-                self._emit_event(TierDegraded(tier.url, err.code, str(err), tier.fatal))
+                self._report.emit(TierDegraded(tier.url, err.code, str(err), tier.fatal))
             self._ids.begin(self.first_seq)
             return
         if self._finishing:
@@ -316,17 +317,17 @@ class Persister:
             self._learn(order.job)
             event, is_primary = self._make_durable(order.staged(order.snapshot or ""))
         except SupersededError as err:
-            self._emit_event(Notice("INFO", err.message))
+            self._report.emit(Notice("INFO", err.message))
             settle(ErrorRecord.of(err))
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next one gets its own chance
             order.failed, why = True, ErrorRecord.of(err)
             place, hint = self._config.url, why.hint or ""
             failed = SnapshotFailed(order.snapshot or "", order.job.step, place, why.code, why.message, hint)
-            self._emit_event(failed)
+            self._report.emit(failed)
             settle(why)
         else:
             order.durable = True
-            self._emit_event(event)
+            self._report.emit(event)
             settle(None)
             if is_primary:
                 self._committed(event.snapshot)
@@ -349,7 +350,7 @@ class Persister:
         try:
             self._recovery.run(orders)
         except CkptError as err:
-            self._notice(f"what is in memory is not durable at {self._config.url} yet: {err.message}")
+            self._report.warn(f"what is in memory is not durable at {self._config.url} yet: {err.message}")
             return False
         return True
 
@@ -373,7 +374,7 @@ class Persister:
         staged = order.staged(order.snapshot or "")
         event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
         if not self._config.ranks.leads:
-            self._emit_event(event)
+            self._report.emit(event)
 
     def commit(self, order: StagedJob) -> bool:
         """All shares of a snapshot are there: make it exist; False: they make none."""
@@ -382,7 +383,7 @@ class Persister:
             return False
         order.durable = True
         if (event := self._primary.left.get(snapshot)) is not None:
-            self._emit_event(event)
+            self._report.emit(event)
             self._committed(snapshot)
         return True
 
@@ -393,7 +394,7 @@ class Persister:
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
             if damaged:
-                work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._emit_event)
+                work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._report.emit)
                 threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
 
     def _committed(self, snapshot: str) -> None:
@@ -445,7 +446,7 @@ class Persister:
         def left(error: BaseException | None) -> None:
             release()
             if error is not None and not isinstance(error, AbandonedError):
-                self._notice(f"what hung at {lane.url} has failed: {ErrorRecord.of(error).message}")
+                self._report.warn(f"what hung at {lane.url} has failed: {ErrorRecord.of(error).message}")
 
         try:
             found = lane.call(work, left=left)
@@ -470,10 +471,7 @@ class Persister:
         if self._secondary is not None:
             self._secondary.primary_failed(err)
         else:
-            self._notice(err.message)
-
-    def _emit_event(self, event: Event) -> None:
-        self._emit(channel.event(event))
+            self._report.warn(err.message)
 
     def _emit_done(self, order: StagedJob, error: ErrorRecord | None) -> None:
         job, snapshot = order.job, order.snapshot if error is None else None
@@ -493,6 +491,3 @@ class Persister:
         waits = f"the last copies to {' and '.join(one.amount() for one in late)}" if late else ""
         self._waited_for |= {one.url for one in late}
         self._emit({"kind": messages.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})
-
-    def _notice(self, message: str) -> None:
-        self._emit_event(Notice("WARNING", message))

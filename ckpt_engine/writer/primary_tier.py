@@ -33,6 +33,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.lease import acquire, read_holder, way_out_of_links
@@ -110,11 +111,11 @@ class PrimaryTier:
         """Whether nothing is removed here but for room."""
         self._device = device_of(folder.root) if (folder := repository.storage.capabilities.folder) else None
         self._progress = aside.waiting
-        self._emit = emit
+        self._report = Reporter(emit)
         self._made_room = made_room
         self._codec = config.codec
         self._aside = aside
-        self._drafts_fail = self._swept = self._warned = self._gives_way = False
+        self._swept = self._warned = False
         self._ranks = ranks
         self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}
@@ -137,7 +138,7 @@ class PrimaryTier:
         elif in_flight is not None:
             alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others anyway
             self._finish = Gathering(
-                ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds, self._notice
+                ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds, self._report.warn
             )
         self.settle_at(repository)
 
@@ -149,7 +150,7 @@ class PrimaryTier:
         self._whole: tuple[str, ...] = ()
         days = Retention.of(self._policy).protect_days
         if self._lease is not None and days + repository.require_record().protect_days:
-            begin(repository, days, self._notice)
+            begin(repository, days, self._report.warn)
 
     def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> set[str]:
         """What is written next is of this line, refers to no damaged file, and all nodes have this snapshot: what is
@@ -285,11 +286,10 @@ class PrimaryTier:
         try:
             found = self._known.contents(staged)
         except StorageError as err:
-            if not self._drafts_fail:
-                self._notice(f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}")
-            self._drafts_fail = True
+            text = f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}"
+            self._report.failed("older data", text)
             return None
-        self._drafts_fail = False
+        self._report.worked("older data")
         return found
 
     def _make_room(self, contents: RawContents, *, full: bool = False) -> bool:
@@ -302,7 +302,7 @@ class PrimaryTier:
         if not self._warned:
             self._warned = True
             if (short := shortage(repository, self._policy, nbytes)) is not None:
-                self._notice(f"{repository.storage.url}: {short}")
+                self._report.warn(f"{repository.storage.url}: {short}")
         free_bytes = repository.storage.capabilities.free_bytes()
         # So much beside the data is more than any manifest takes.
         plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
@@ -324,13 +324,12 @@ class PrimaryTier:
         if room is None:
             return False
         self._made_room(room.plan.remove)
-        for event in room.events(self._url):
-            self._emit(event)
-        if room.plan.gave_way and not self._gives_way:
-            self._gives_way = True
-            self._notice(
+        self._report.emit_all(room.events(self._url))
+        if room.plan.gave_way:
+            self._report.failed(
+                "keep",
                 f"{self._url} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
-                "fewer. Pinned ones stay"
+                "fewer. Pinned ones stay",
             )
         return bool(room.forgotten)
 
@@ -340,13 +339,13 @@ class PrimaryTier:
             return
         self._swept = True
         try:
-            with where_permitted(self._repository, self._notice):
-                for event in collect(self._repository, self._lease, in_flight=self._finish.in_flight).events(self._url):
-                    self._emit(event)
+            with where_permitted(self._repository, self._report.warn):
+                collected = collect(self._repository, self._lease, in_flight=self._finish.in_flight)
+                self._report.emit_all(collected.events(self._url))
         except AbandonedError:
             self._swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
-            self._notice(f"cannot remove what earlier writers left behind: {err}")
+            self._report.warn(f"cannot remove what earlier writers left behind: {err}")
 
     def sweep_again(self) -> None:
         """The disk is full, or has failed: garbage goes before the next snapshot."""
@@ -359,8 +358,8 @@ class PrimaryTier:
             return
         assert self._lease is not None
         try:
-            with suppress(AbandonedError), where_permitted(self._repository, self._notice):
-                for event in prune(
+            with suppress(AbandonedError), where_permitted(self._repository, self._report.warn):
+                pruned = prune(
                     self._repository,
                     self._lease,
                     self._policy,
@@ -369,11 +368,11 @@ class PrimaryTier:
                     verified=(newest,),
                     in_flight=self._finish.in_flight,
                     tidy=self._finish.is_shared,  # others leave what this writer does not know of
-                ).events(self._url):
-                    self._emit(event)
+                )
+                self._report.emit_all(pruned.events(self._url))
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
             self._swept = False
-            self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
+            self._report.warn(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
 
     def _look_back(self) -> None:
         """Report what is stale in the newest snapshot, and a piece that is not as it was written; once."""
@@ -381,11 +380,11 @@ class PrimaryTier:
         if written is None:
             return
         groups, marks, whole, stored = written
-        for event in self._freshness.compare(groups, marks, whole) if self._lease is not None else ():
-            self._emit(event)  # of the share of a rank nothing can be said
+        if self._lease is not None:  # of the share of a rank nothing can be said
+            self._report.emit_all(self._freshness.compare(groups, marks, whole))
         with suppress(StorageError, AbandonedError):  # the next snapshot reports a tier that does not answer
             if (damage := read_back(self._repository, self._url, stored, self._known.read)) is not None:
-                self._emit(damage)
+                self._report.emit(damage)
 
     def removed(self) -> str | None:
         """The newest snapshot that this writer has made durable, if somebody has removed it; None: it exists.
@@ -436,11 +435,11 @@ class PrimaryTier:
             with on_failure(self._let_go):  # kept, it would look as if all of this were done
                 self.settle_at(adopt_run(self._run, storage))
             if removed:
-                self._notice(
+                self._report.warn(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
             else:
-                self._notice(f"{self._url} was replaced while it was written: snapshots go to what is there now")
+                self._report.warn(f"{self._url} was replaced while it was written: snapshots go to what is there now")
 
     def _let_go(self) -> None:
         """Give back a lease that is lost, or of no use: whatever comes of it."""
@@ -449,10 +448,7 @@ class PrimaryTier:
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._swept = False
-        self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
-
-    def _notice(self, message: str) -> None:
-        self._emit(Notice("WARNING", message))
+        self._report.warn(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
 
 
 def waiting(

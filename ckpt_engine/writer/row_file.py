@@ -11,7 +11,8 @@ from typing import Any
 
 from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.observe.events import Event
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store import rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import closing_fd, translating
@@ -31,12 +32,11 @@ class RowFile:
     """
 
     def __init__(self, storage: Storage, emit: Callable[[Event], object]) -> None:
-        self._storage, self._emit = storage, emit
+        self._storage, self._report = storage, Reporter(emit)
         self._ring: rows.Ring
         self._name, self._header = "", b""
         self._written = 0
         self._over, self._committed = threading.Event(), threading.Event()
-        self._said = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ckpt-rows", daemon=True)
 
@@ -85,10 +85,8 @@ class RowFile:
                 elif last or self._committed.is_set():
                     self._put()
             except CkptError as err:
-                if not self._said:
-                    self._said = True
-                    text = f"the steps are not recorded, a resume cannot be proved: {err.message}"
-                    self._emit(Notice("WARNING", text))
+                text = f"the steps are not recorded, a resume cannot be proved: {err.message}"
+                self._report.failed("rows", text)
 
     def _append(self, path: str) -> None:
         new = list(self._ring.after(self._written))

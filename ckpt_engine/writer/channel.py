@@ -27,7 +27,7 @@ from ckpt_engine.errors import StateError, WriterError
 from ckpt_engine.observe import events
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.durability import Ledger
-from ckpt_engine.writer.messages import EVENT, Body
+from ckpt_engine.writer.messages import Body, Kind
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 64
@@ -293,7 +293,7 @@ def close_all(fds: Sequence[int]) -> None:
 
 def event(found: events.Event) -> Body:
     """The message that carries an event."""
-    return {"kind": EVENT, "event": events.to_json(found)}
+    return {"kind": Kind.EVENT, "event": events.to_json(found)}
 
 
 @dataclass(eq=False)
@@ -304,7 +304,7 @@ class RecentEvents:
 
     def forward(self, emit: Callable[[Body], object], body: Body) -> object:
         """Remember the event in a message, if it carries one, and give the message to `emit`."""
-        if body["kind"] == EVENT:
+        if body["kind"] == Kind.EVENT:
             self._sent.append((time.time(), body["event"]))
         return emit(body)
 

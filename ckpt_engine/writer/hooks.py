@@ -32,8 +32,8 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.units import duration, place
 from ckpt_engine.store.storage.redaction import redacted, secrets_of
-from ckpt_engine.writer import channel, messages
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.messages import Body, Kind
 
 FAILURE, STOP, DURABLE = "failure", "stop", "durable"
 _ENDS = {
@@ -80,7 +80,7 @@ class Hooks:
         self.why: str | None = None
 
     def _take(self, body: Body) -> object:
-        event = from_json(body["event"]) if body["kind"] == messages.EVENT else None
+        event = from_json(body["event"]) if body["kind"] == Kind.EVENT else None
         if isinstance(event, SnapshotCommitted):
             metrics = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
             self._newest = {
@@ -128,7 +128,7 @@ class Hooks:
             self._begin(name, f"{message}: {self.why}" if self.why else message)
         calls, seconds = dict(self._calls), self._config.end_wait_seconds
         names = " and ".join(sorted(set(calls.values())))
-        copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
+        copying = {"kind": Kind.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
         if calls:
             self._to_trainer({**copying, "waits": ""})  # everything is durable
 
@@ -139,7 +139,7 @@ class Hooks:
             late = wait(calls, seconds).not_done
         if late:
             names = " and ".join(sorted({calls[one] for one in late}))
-            self._to_trainer({"kind": messages.CLOSED, "left": f"{names} did not end", "said": True, "copies": False})
+            self._to_trainer({"kind": Kind.CLOSED, "left": f"{names} did not end", "said": True, "copies": False})
             wait(late, self._config.drain_seconds)
 
 

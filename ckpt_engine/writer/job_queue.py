@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
-from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer import channel
 from ckpt_engine.writer.hooks import Hooks
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.persister import Emit, Persister
 
 if TYPE_CHECKING:
@@ -125,14 +125,14 @@ class JobQueue:
 
     def _take(self, body: Body, fds: Sequence[int]) -> None:
         match body["kind"]:
-            case messages.PULSE:
+            case Kind.PULSE:
                 self.held.take_pulse(fds[0])
-            case messages.ROWS:
+            case Kind.ROWS:
                 self._persister.rows.attach(body, fds[0])
-            case messages.PARTNER:
+            case Kind.PARTNER:
                 if self.peers is not None:
                     self.peers.meet(body)
-            case messages.CANCEL:
+            case Kind.CANCEL:
                 self._todo.append(_QueueItem(partial(self._persister.cancel, body["snapshot"], body["why"])))
             case kind:
                 order = self._intake.take(body, fds)
@@ -144,7 +144,7 @@ class JobQueue:
                     self.held.hold(order)
                     if self.peers is not None:
                         self.peers.offer(order)
-                if kind == messages.PERSIST:
+                if kind == Kind.PERSIST:
                     self._todo.append(_QueueItem(partial(self._persister.persist, order), order))
                     return
                 order.release()
@@ -289,7 +289,7 @@ class JobQueue:
         try:
             self._persister.open()
         except CkptError as err:
-            self._hooks.emit({"kind": messages.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
+            self._hooks.emit({"kind": Kind.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return False
         self._on_open()
         self.opened = True
@@ -297,7 +297,7 @@ class JobQueue:
         history = self._persister.history
         self._hooks.emit(
             {
-                "kind": messages.STARTED,
+                "kind": Kind.STARTED,
                 "first_seq": self._persister.first_seq,
                 "port": port,
                 "history": None if history is None else asdict(history),

@@ -20,11 +20,11 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.undo import on_failure
-from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, pidfd_of, readable
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
 from ckpt_engine.writer.job_queue import JobQueue
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 
 ENTRY = Path(__file__).with_name("__main__.py")
 _TAIL_BYTES = 8192
@@ -113,7 +113,7 @@ class ProcessWriter(WriterClient):
         client = cls(config, process, channel, errors)
         client._listener.start()
         folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
-        channel.send({"kind": messages.START, "config": asdict(config), "path": folders})
+        channel.send({"kind": Kind.START, "config": asdict(config), "path": folders})
         try:
             client._begin(config, emit)
         except BaseException:
@@ -138,7 +138,7 @@ class ProcessWriter(WriterClient):
 
     def _finish(self, why: str | None, *, failed: bool, keeps: bool) -> None:
         self._leaving = keeps
-        self._channel.send({"kind": messages.LEAVE if keeps else messages.CLOSE, "failed": failed, "why": why})
+        self._channel.send({"kind": Kind.LEAVE if keeps else Kind.CLOSE, "failed": failed, "why": why})
 
     @property
     def flushed(self) -> bool:

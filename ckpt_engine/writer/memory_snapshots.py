@@ -22,9 +22,9 @@ from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.writer import messages, part_records
+from ckpt_engine.writer import part_records
 from ckpt_engine.writer.channel import RecentEvents, close_all
-from ckpt_engine.writer.messages import Body, Reply, nothing
+from ckpt_engine.writer.messages import Body, Kind, Reply, nothing
 from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
 
 SHARES = 3
@@ -113,9 +113,9 @@ class MessageDecoder:
             WriterError: a message that is not of the protocol.
         """
         kind = body["kind"]
-        if kind in (messages.PERSIST, messages.HOLD):
+        if kind in (Kind.PERSIST, Kind.HOLD):
             return self._resolve(job_from_json(body["job"]))
-        if kind != messages.ARENA:
+        if kind != Kind.ARENA:
             close_all(fds)
             raise WriterError(f"the writer does not know the message {kind!r}")
         if body["slot"] is not None:
@@ -313,7 +313,7 @@ class MemorySnapshots:
         return [self._ids.of(order) for order in orders]
 
     def offer(self, wanted: str | None = None) -> Reply | None:
-        """What there is to restore from, as a reply to `control.SNAPSHOT`; None: not known yet.
+        """What there is to restore from, as a reply to `control.Question.SNAPSHOT`; None: not known yet.
 
         Args:
             wanted: the snapshot; None: the newest, which must be a whole one.

@@ -26,9 +26,9 @@ from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.storage.base import Throttle
 from ckpt_engine.store.storage.disk import closing_fd
-from ckpt_engine.writer import channel, messages, part_records
+from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.memory_snapshots import StagedJob
-from ckpt_engine.writer.messages import Answer, Body, nothing
+from ckpt_engine.writer.messages import Answer, Body, Kind, nothing
 from ckpt_engine.writer.parity import ParitySets, chunk
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, PeerShare, Server, connect
 
@@ -237,7 +237,7 @@ class Peers:
             while len(self._mirrored) > _REMEMBERED:
                 del self._mirrored[next(iter(self._mirrored))]
         if whole:
-            self._emit({"kind": messages.MIRRORED, "snapshot": snapshot})
+            self._emit({"kind": Kind.MIRRORED, "snapshot": snapshot})
 
     def _run(self) -> None:
         while (order := self._take()) is not None:

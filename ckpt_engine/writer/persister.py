@@ -39,13 +39,13 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader, StuckCallRunner, WatchedStorage
-from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer import channel
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.mend_damage import mend_damage
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
 from ckpt_engine.writer.pulse import SpentTimes
@@ -91,7 +91,7 @@ class Persister:
         self._lane: StuckCallRunner
         self.first_seq = 0
         """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
-        self._holds = SlotReaders(lambda slot: self._emit({"kind": messages.FREED, "slot": slot}))
+        self._holds = SlotReaders(lambda slot: self._emit({"kind": Kind.FREED, "slot": slot}))
         self._secondary: SecondaryTiers | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
@@ -478,16 +478,16 @@ class Persister:
 
         def tell(is_read: bool) -> None:
             done = {"job": job.job, "snapshot_id": snapshot, "error": error and asdict(error), "slot_held": is_read}
-            self._emit({"kind": messages.DONE, "done": done})
+            self._emit({"kind": Kind.DONE, "done": done})
 
         self._holds.settle(job.slot, tell)
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
         said = all(one.url in self._waited_for and one.why is None for one in unfinished)
         left = f"not everything is on {'; nor on '.join(one.text() for one in unfinished)}" if unfinished else ""
-        self._emit({"kind": messages.CLOSED, "left": left, "said": said, "copies": True})
+        self._emit({"kind": Kind.CLOSED, "left": left, "said": said, "copies": True})
 
     def _emit_copying(self, late: Sequence[Unfinished]) -> None:
         waits = f"the last copies to {' and '.join(one.amount() for one in late)}" if late else ""
         self._waited_for |= {one.url for one in late}
-        self._emit({"kind": messages.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})
+        self._emit({"kind": Kind.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, Notice
-from ckpt_engine.writer import channel, messages, unix_sockets
+from ckpt_engine.writer import channel, unix_sockets
 from ckpt_engine.writer.channel import Channel, Received, pidfd_of, readable
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 
 if TYPE_CHECKING:
     from ckpt_engine.copy.job import WriterConfig
@@ -141,13 +141,13 @@ class Serving:
 
     def _take(self, item: Received) -> None:
         kind = item.body.get("kind")
-        if kind == messages.START:
+        if kind == Kind.START:
             self._begin(item.body)
         elif self._queue is None:
-            raise WriterError(f"the trainer sent {kind!r} before {messages.START!r}")
-        elif kind == messages.LEAVE and self._queue.opened and self._queue.may_lose:
+            raise WriterError(f"the trainer sent {kind!r} before {Kind.START.value!r}")
+        elif kind == Kind.LEAVE and self._queue.opened and self._queue.may_lose:
             self._leave(self._queue, item.body)
-        elif kind in (messages.CLOSE, messages.LEAVE):
+        elif kind in (Kind.CLOSE, Kind.LEAVE):
             self._closing = True
             self._queue.finish(failed=item.body["failed"], why=item.body["why"])
         else:
@@ -203,7 +203,7 @@ class Serving:
 
     def _forward(self, what: str, who: str) -> bool:
         # A trainer that takes nothing in is not sent more and more.
-        return not self._channel.backlog and self._channel.send({"kind": messages.REQUEST, "what": what, "who": who})
+        return not self._channel.backlog and self._channel.send({"kind": Kind.REQUEST, "what": what, "who": who})
 
     def _take_leave(self) -> None:
         if self._control is not None:

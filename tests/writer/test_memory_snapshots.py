@@ -19,12 +19,12 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import GONE, Requested
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.names import parse_id, session_id
-from ckpt_engine.writer import control, messages, part_records
+from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.control import ControlHandlers
 from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.launch import ThreadWriter
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
-from ckpt_engine.writer.messages import Reply, nothing
+from ckpt_engine.writer.messages import Kind, Reply, nothing
 from ckpt_engine.writer.persister import Persister
 from ckpt_engine.writer.pulse import HeartbeatPage, read_pulse
 from tests.writer.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
@@ -44,11 +44,11 @@ class Trainer:
     def say(self, fds: Sequence[int] = (), **changes: Any) -> None:
         """What is new of the arena: nothing but these changes."""
         same: dict[str, Any] = {"slot": None, "gone": [], "layout": None, "keys": [], "trees": {}}
-        self.intake.take({"kind": messages.ARENA, **same, **changes}, fds)
+        self.intake.take({"kind": Kind.ARENA, **same, **changes}, fds)
 
     def hold(self, step: int, **changes: Any) -> StagedJob:
         job = dataclasses.replace(self.stage.job(step), **changes)
-        order = self.intake.take({"kind": messages.HOLD, "job": to_json(job)})
+        order = self.intake.take({"kind": Kind.HOLD, "job": to_json(job)})
         assert order is not None
         self.orders.append(order)
         return order
@@ -265,17 +265,17 @@ def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, snaps
     visit = Visit(snapshots)
     snapshots.hold(sending.hold(1))
     visit.lives = False
-    assert visit.ask(control.SNAPSHOT) is None
-    assert visit.ask(control.BYE) is None
+    assert visit.ask(control.Question.SNAPSHOT) is None
+    assert visit.ask(control.Question.BYE) is None
     visit.handlers.leave(serves=True)
-    assert visit.ask(control.SNAPSHOT) is None
+    assert visit.ask(control.Question.SNAPSHOT) is None
     snapshots.seal(RUN)
     assert snapshots.wait_sealed(WAIT_SECONDS)
-    reply = visit.handlers.answer({"what": control.SNAPSHOT})
+    reply = visit.handlers.answer({"what": control.Question.SNAPSHOT})
     assert reply is not None and reply.body["step"] == 1
     os.close(reply.fds[0])
     assert not visit.handlers.said_bye
-    assert visit.ask(control.BYE) == {"ok": True}
+    assert visit.ask(control.Question.BYE) == {"ok": True}
     assert visit.handlers.said_bye and visit.byes == 1
 
 
@@ -285,28 +285,28 @@ def test_a_run_that_was_closed_serves_nothing(sending: Trainer, snapshots: Memor
     snapshots.hold(sending.hold(1))
     visit.lives = False
     visit.handlers.leave(serves=False)
-    assert visit.ask(control.SNAPSHOT) == {"snapshot": None, "why": "the run was closed"}
-    assert visit.ask(control.BYE) == {"ok": True}
+    assert visit.ask(control.Question.SNAPSHOT) == {"snapshot": None, "why": "the run was closed"}
+    assert visit.ask(control.Question.BYE) == {"ok": True}
 
 
 def test_requests_are_forwarded_to_a_trainer_that_takes_them(snapshots: MemorySnapshots) -> None:
     """A trainer that takes nothing in, or that is gone, gets none; long names are cut."""
     visit = Visit(snapshots)
-    assert visit.ask(control.SAVE, who="x" * 9999) == {"trainer": True}
+    assert visit.ask(control.Question.SAVE, who="x" * 9999) == {"trainer": True}
     assert visit.forwarded == [("save", "x" * 200)]
     visit.takes = False
-    assert visit.ask(control.STOP) == {"trainer": False}
+    assert visit.ask(control.Question.STOP) == {"trainer": False}
     visit.lives = False
-    assert visit.ask(control.STOP) == {"trainer": False}
+    assert visit.ask(control.Question.STOP) == {"trainer": False}
     assert len(visit.forwarded) == 2
-    assert visit.ask(control.STATUS)["held"] is None
+    assert visit.ask(control.Question.STATUS)["held"] is None
 
 
 def test_a_request_waits_once(stage: Stage) -> None:
     """A request that is repeated before the trainer reads it is kept once: it cannot fill the trainer's memory."""
     client = ThreadWriter(WriterConfig("tier"))
     for what in ("save", "save", "stop", "save"):
-        client._hear({"kind": messages.REQUEST, "what": what, "who": "me"})
+        client._hear({"kind": Kind.REQUEST, "what": what, "who": "me"})
     assert client.poll() == [Requested("save", "me"), Requested("stop", "me")]
 
 
@@ -356,9 +356,9 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     second = Stage(slot=1)
     for each in (stage, second):
         worker.put(*each.message())
-    worker.put({"kind": messages.PERSIST, "job": to_json(stage.job(1))})
+    worker.put({"kind": Kind.PERSIST, "job": to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
-    worker.put({"kind": messages.HOLD, "job": to_json(second.job(2))})
+    worker.put({"kind": Kind.HOLD, "job": to_json(second.job(2))})
     worker.abandon(GONE)
     offer = offered(worker.held)
     os.close(offer.fds[0])

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -424,11 +425,19 @@ class SlotReaders:
     _readers: Counter[int] = field(default_factory=Counter, init=False)
     _promised: set[int] = field(default_factory=set, init=False)
 
-    def take(self, slot: int) -> Callable[[], None]:
-        """Note a reader; the result, to be called once, notes its end."""
+    @contextmanager
+    def reading(self, slot: int) -> Iterator[None]:
+        """The block reads the slot."""
         with self._lock:
             self._readers[slot] += 1
-        return partial(self._end, slot)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers[slot] -= 1
+                if not self._readers[slot] and slot in self._promised:
+                    self._promised.discard(slot)
+                    self._freed(slot)
 
     def settle(self, slot: int, tell: Callable[[bool], object]) -> None:
         """Call `tell` with whether the slot is still read; `freed` for it comes later than that."""
@@ -437,12 +446,3 @@ class SlotReaders:
             if is_read:
                 self._promised.add(slot)
             tell(is_read)
-
-    def _end(self, slot: int) -> None:
-        with self._lock:
-            self._readers[slot] -= 1
-            if self._readers[slot] == 0:
-                del self._readers[slot]
-                if slot in self._promised:
-                    self._promised.discard(slot)
-                    self._freed(slot)

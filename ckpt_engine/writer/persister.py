@@ -440,23 +440,16 @@ class Persister:
 
     def _in_lane(self, lane: StuckCallRunner, staged: Staged, work: Callable[[], T]) -> T:
         """What `work` returns. While it runs, left behind or not, the trainer does not get back its slot."""
-        lane.refuse_if_stuck()
-        release = self._holds.take(staged.job.slot)
+
+        def read() -> T:
+            with self._holds.reading(staged.job.slot):
+                return work()
 
         def left(error: BaseException | None) -> None:
-            release()
             if error is not None and not isinstance(error, AbandonedError):
                 self._report.warn(f"what hung at {lane.url} has failed: {ErrorRecord.of(error).message}")
 
-        try:
-            found = lane.call(work, left=left)
-        except StorageStalledError:
-            raise  # `left` is called when it has ended
-        except BaseException:
-            release()
-            raise
-        release()
-        return found
+        return lane.call(read, left=left)
 
     def _prune(self, newest: str) -> None:
         """What follows a commit."""

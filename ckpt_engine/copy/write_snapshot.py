@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,20 +46,20 @@ MOST_PART_PIECES = 1 << 18
 
 @dataclass(eq=False)
 class ArenaSlot:
-    """One shared buffer. It stays alive while it is retained, whatever becomes of the trainer. Thread safe.
+    """One shared buffer. It is there as long as this object, whatever becomes of the trainer. Thread safe.
 
     Args:
         fd: a descriptor of the buffer, owned by this object from now on.
         nbytes: its size.
-
-    It is made with one reference.
     """
 
     _fd: int
     _nbytes: int
     _memory: memoryview | None = field(default=None, init=False)
-    _users: int = field(default=1, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self._fd)
 
     @contextmanager
     def image(self, nbytes: int) -> Iterator[memoryview]:
@@ -89,22 +90,7 @@ class ArenaSlot:
         Raises:
             OSError: the system refuses.
         """
-        with self._lock:
-            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
-
-    def retain(self) -> None:
-        """Keep the memory until one more `release`."""
-        with self._lock:
-            self._users += 1
-
-    def release(self) -> None:
-        """Let go of the memory, once for each time it was retained."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._memory = None
-                os.close(self._fd)
-                self._fd = -1
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(frozen=True, slots=True)

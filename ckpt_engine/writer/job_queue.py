@@ -119,7 +119,7 @@ class JobQueue:
                 self._take(body, fds)
             except Exception:  # noqa: BLE001 - reported to the trainer, which starts a new writer
                 self._broken = traceback.format_exc()
-                self._drop(lambda _: True)
+                self._todo.clear()
                 self._finishing = True
             self._changed.notify()
 
@@ -146,9 +146,7 @@ class JobQueue:
                         self.peers.offer(order)
                 if kind == Kind.PERSIST:
                     self._todo.append(_QueueItem(partial(self._persister.persist, order), order))
-                    return
-                order.release()
-                if order.problem is not None:
+                elif order.problem is not None:
                     text = f"step {order.job.step} is not kept in memory: {order.problem}"
                     self._hooks.emit(channel.event(Notice("WARNING", text)))
 
@@ -165,7 +163,6 @@ class JobQueue:
                 return None
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
-                newest.retain()
                 self._todo.append(_QueueItem(partial(self._flush, newest), newest, flush=True))
                 self._changed.notify()
             return newest.job.step
@@ -216,7 +213,7 @@ class JobQueue:
             self._written = ending != GONE and newest is not None and newest.durable
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
-                self._drop(lambda order: order is not newest)
+                self._todo = deque(one for one in self._todo if one.order is newest)
             self._intake.close()  # memory that no order needs
             self._finishing = self._abandoned = True
             self._persister.leave_alone()
@@ -237,7 +234,7 @@ class JobQueue:
     def skip_waiting(self) -> None:
         """Exit after the message at hand and what is in memory, leaving further tiers as they are."""
         with self._changed:
-            self._drop(lambda _: True)
+            self._todo.clear()
             self._finishing = self._hurried = True
             self._changed.notify()
             nothing_to_rescue = not self._memory or self.rescued_at is not None
@@ -248,12 +245,6 @@ class JobQueue:
         """Wait at most `timeout` seconds for the thread to end; whether it has."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    def _drop(self, unwanted: Callable[[StagedJob | None], bool]) -> None:
-        for turn in [one for one in self._todo if unwanted(one.order)]:
-            self._todo.remove(turn)
-            if turn.order is not None:
-                turn.order.release()
 
     def _run(self) -> None:
         broken: str | None = None
@@ -280,7 +271,7 @@ class JobQueue:
 
     def _let_go(self) -> None:
         with self._changed:
-            self._drop(lambda _: True)
+            self._todo.clear()
             self._intake.close()
             if not self._abandoned:
                 self.held.close()
@@ -314,11 +305,10 @@ class JobQueue:
             finally:
                 with self._changed:
                     self._at_hand = None
-                if turn.order is not None:
-                    turn.order.release()
             if turn.flush and turn.order is not None:
                 # Not before: a flush that is asked for while the order is at hand waits for this.
                 self._hooks.emit(channel.event(MemoryFlushed(turn.order.job.step, time.monotonic())))
+            del turn  # and the memory of its slot, while the next one is waited for
         if self._broken is None:
             self._rescue()
 
@@ -327,7 +317,7 @@ class JobQueue:
             self._save_held()
             return
         # The trainer cannot have filled the slot again: it sends a newer one before.
-        order.unchanged = lambda: self._caught_up() and self.held.newest is order
+        order.unchanged = lambda one: self._caught_up() and self.held.newest is one
         self._persister.recover([order])
 
     def _next(self) -> _QueueItem | None:
@@ -358,17 +348,13 @@ class JobQueue:
         self.held.drop_torn()
         orders = self.held.all_held()
         for order in orders:
-            order.unchanged = partial(self.held.keeps, order)
-        try:
-            if orders and (not orders[0].durable or (self._abandoned and self.may_lose)):
-                if self._abandoned:
-                    self.held.wait_sealed(_SEAL_SECONDS)
-                self._insist(orders)
-            if self._written and orders and self._persister.is_committed(orders[0]):
-                self.held.let_go()
-        finally:
-            for order in orders:
-                order.release()
+            order.unchanged = self.held.keeps
+        if orders and (not orders[0].durable or (self._abandoned and self.may_lose)):
+            if self._abandoned:
+                self.held.wait_sealed(_SEAL_SECONDS)
+            self._insist(orders)
+        if self._written and orders and self._persister.is_committed(orders[0]):
+            self.held.let_go()
 
     def _insist(self, orders: Sequence[StagedJob]) -> None:
         """Try, with some patience if the trainer is gone: what killed it may have hit the disk too."""

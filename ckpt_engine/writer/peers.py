@@ -9,14 +9,14 @@ meanwhile. A keeper is not waited for: one that is gone is reported, and tried a
 
 from __future__ import annotations
 
-import os
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
+from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import digesting
@@ -110,7 +110,8 @@ class Peers:
         self._next: StagedJob | None = None
         self._keepers: dict[int, _Keeper] = {}
         self._closed = threading.Event()
-        self._fd, self._nbytes = -1, 0
+        self._room = memoryview(bytearray())
+        """Memory for a copy of a share."""
         self._mirror = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
         # All ranks tell rank 0's writer what was kept.
         where = ranks.address or "127.0.0.1"
@@ -143,12 +144,9 @@ class Peers:
 
     def offer(self, order: StagedJob) -> None:
         """The newest order is to be mirrored next, instead of what waits."""
-        order.retain()
         with self._changed:
-            before, self._next = self._next, order
+            self._next = order
             self._changed.notify()
-        if before is not None:
-            before.release()
 
     def poke(self) -> None:
         """What `answer` says may have changed."""
@@ -159,10 +157,8 @@ class Peers:
         """Send nothing more, and serve nothing. Idempotent; waits a little for what is being sent."""
         with self._changed:
             self._closed.set()
-            order, self._next = self._next, None
+            self._next = None
             self._changed.notify()
-        if order is not None:
-            order.release()
         if self._keepers:
             self._mirror.join(_END_SECONDS)
         self._lead.hang_up()
@@ -248,12 +244,10 @@ class Peers:
                 self._report.failed("share", f"{text}; it is in the memory of this machine only")
             else:
                 self._report.worked("share")
-            finally:
-                order.release()
+            del order  # and the memory of its slot, while the next one is waited for
         for keeper in self._keepers.values():
             keeper.hang_up()
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._room = memoryview(bytearray())
 
     def _take(self) -> StagedJob | None:
         with self._changed:
@@ -268,12 +262,10 @@ class Peers:
         nbytes = staged.nbytes
         if run is None:
             return
-        if nbytes > self._nbytes:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._nbytes = -1, 0
-            self._fd, self._nbytes = shared_memory("ckpt-share", nbytes)[0], nbytes
-        copy = shared_bytes(self._fd, nbytes, writable=True)
+        if nbytes > self._room.nbytes:
+            self._room = memoryview(bytearray())  # the smaller one goes before
+            self._room = memoryview(mmap.mmap(-1, nbytes))
+        copy = self._room[:nbytes]
         with staged.slot.image(nbytes) as image:
             copy[:] = image
         if not self._intact(order):

@@ -60,10 +60,7 @@ class _Session:
         for step in steps:
             order = intake.take({"kind": Kind.PERSIST, "job": to_json(self._stage.job(step))})
             assert order is not None
-            try:
-                writer.persist(order)
-            finally:
-                order.release()
+            writer.persist(order)
 
     def _hear(self, body: Body) -> None:
         if body["kind"] != Kind.DONE:

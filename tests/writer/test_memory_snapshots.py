@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,8 +55,6 @@ class Trainer:
         return order
 
     def close(self) -> None:
-        for order in self.orders:
-            order.release()
         self.orders.clear()
         self.intake.close()
 
@@ -136,10 +135,8 @@ def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
     sending.say(gone=[0])
     assert files() == before
     sending.orders.remove(order)
-    order.retain()
-    order.release()
     assert files() == before
-    order.release()
+    del order
     assert files() == before - 1
 
 
@@ -156,12 +153,15 @@ def test_numbers_are_given_once_and_grow(sending: Trainer, ids: Ids) -> None:
 def test_a_newer_snapshot_replaces_the_one_in_memory(sending: Trainer, snapshots: MemorySnapshots) -> None:
     """The memory of the older snapshot is free then."""
     first, second = sending.hold(1), sending.hold(2)
+    slot = weakref.ref(first)
     snapshots.hold(first)
     sending.say(gone=[0])
     sending.orders.remove(first)
-    first.release()
+    del first
+    assert slot() is not None
     snapshots.hold(second)
     assert snapshots.newest is second
+    assert slot() is None
 
 
 def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, snapshots: MemorySnapshots) -> None:

@@ -83,8 +83,7 @@ class Writer:
     def close(self) -> None:
         self.peers.close()
         self.join()
-        for order in self.orders:
-            order.release()
+        self.orders.clear()
         self.intake.close()
 
 

@@ -100,23 +100,19 @@ class PrimaryTier:
         alone: threading.Event,
     ) -> None:
         ranks = config.ranks
-        self._url = config.url
+        self._config = config
         self._tier = config.url
         """How it is called in events."""
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
-        self._has_limits = Retention.of(policy).limits != ByteLimits()
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
         self._device = device_of(folder.root) if (folder := repository.storage.capabilities.folder) else None
-        self._progress = aside.waiting
         self._report = Reporter(emit)
         self._made_room = made_room
-        self._codec = config.codec
         self._aside = aside
         self._swept = self._warned = False
-        self._ranks = ranks
         self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}
         """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
@@ -168,7 +164,7 @@ class PrimaryTier:
 
     def _unsure(self) -> dict[str, str]:
         """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
-        if not self._ranks.places:
+        if not self._config.ranks.places:
             return {}
         ids = self._repository.ids()
         self._lacked.intersection_update([one.id for one in ids])
@@ -189,10 +185,10 @@ class PrimaryTier:
         if self._lease is not None:
             self._check_lease()
             self.sweep()
-            self._progress.moved()
+            self._aside.waiting.moved()
             if self.keeps_all:  # else it comes with retention
                 self._repository.write_catalog_if_due()
-        self._progress.check()
+        self._aside.waiting.check()
         not_undone = partial(self._not_undone, staged)
         refused: StorageFullError | None = None  # full nevertheless: one more snapshot goes, and so on
         while True:
@@ -204,7 +200,9 @@ class PrimaryTier:
                 contents = self._contents(staged)
                 self._make_room(contents)
             try:
-                event, stored, whole = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish)
+                event, stored, whole = write_snapshot(
+                    contents, self._tier, self._aside.waiting, not_undone, self._finish
+                )
                 break
             except StorageFullError as err:
                 if self._finish.is_shared:  # the others have learned that this share failed
@@ -238,13 +236,15 @@ class PrimaryTier:
         storage, snapshot = self._repository.storage, staged.snapshot
         share = self._shares.get(snapshot)
         if share is not None and not lacking(storage, share.files):
-            part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
+            part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._config.ranks))
             return self.left[snapshot]
         plain = RawContents(staged, self._repository)
-        contents = plain if self._codec == RAW else encoded(staged, self._repository, self._codec, plan_alone)
+        contents = (
+            plain if self._config.codec == RAW else encoded(staged, self._repository, self._config.codec, plan_alone)
+        )
         not_undone = partial(self._not_undone, staged)
-        finish = Contributing(self._ranks, says_failure=False)
-        event, share, _ = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
+        finish = Contributing(self._config.ranks, says_failure=False)
+        event, share, _ = write_snapshot(contents, self._tier, self._aside.waiting, not_undone, finish)
         self.left[snapshot], self._shares[snapshot] = event, share
         return event
 
@@ -255,16 +255,16 @@ class PrimaryTier:
             LeaseHeldError: the tier is not ours any more.
             CkptError: calling again continues.
         """
-        storage, members = self._repository.storage, self._ranks.members
+        storage, members = self._repository.storage, self._config.ranks.members
         try:
             whole = part_records.merge(list(part_records.read_all(storage, snapshot, members).values()))
             part_records.require_files(storage, [file for file in whole.files if snapshot not in file.name])
         except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
             return False
         self.check_lease()
-        self._progress.check()
+        self._aside.waiting.check()
         self._repository.commit(whole)
-        if self._ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
+        if self._config.ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
             part_records.remove(storage, snapshot, members)
         elif self._session is not None:
             for one, ranks in part_records.there(storage).items():
@@ -276,9 +276,9 @@ class PrimaryTier:
         return True
 
     def _contents(self, staged: Staged) -> RawContents:
-        if self._codec != RAW:
+        if self._config.codec != RAW:
             make_plan = self._known.plan_share if self._finish.is_shared else None
-            return encoded(staged, self._repository, self._codec, make_plan)
+            return encoded(staged, self._repository, self._config.codec, make_plan)
         return self._shared(staged) or RawContents(staged, self._repository)
 
     def _shared(self, staged: Staged) -> RawContents | None:
@@ -286,7 +286,7 @@ class PrimaryTier:
         try:
             found = self._known.contents(staged)
         except StorageError as err:
-            text = f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}"
+            text = f"snapshots are written whole, older data at {self._config.url} cannot be read: {err.message}"
             self._report.failed("older data", text)
             return None
         self._report.worked("older data")
@@ -298,7 +298,7 @@ class PrimaryTier:
             return False
         repository, nbytes = self._repository, contents.new_bytes
         if self._finish.is_shared:  # shares are equal, and what others spare is not known
-            nbytes = contents.staged.nbytes * len(self._ranks.members)
+            nbytes = contents.staged.nbytes * len(self._config.ranks.members)
         if not self._warned:
             self._warned = True
             if (short := shortage(repository, self._policy, nbytes)) is not None:
@@ -306,7 +306,7 @@ class PrimaryTier:
         free_bytes = repository.storage.capabilities.free_bytes()
         # So much beside the data is more than any manifest takes.
         plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
-        if plenty and not self._has_limits:
+        if plenty and Retention.of(self._policy).limits == ByteLimits():
             return False
         coming = contents.manifest()
         room = make_room(
@@ -324,11 +324,11 @@ class PrimaryTier:
         if room is None:
             return False
         self._made_room(room.plan.remove)
-        self._report.emit_all(room.events(self._url))
+        self._report.emit_all(room.events(self._config.url))
         if room.plan.gave_way:
             self._report.failed(
                 "keep",
-                f"{self._url} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
+                f"{self._tier} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
                 "fewer. Pinned ones stay",
             )
         return bool(room.forgotten)
@@ -341,7 +341,7 @@ class PrimaryTier:
         try:
             with where_permitted(self._repository, self._report.warn):
                 collected = collect(self._repository, self._lease, in_flight=self._finish.in_flight)
-                self._report.emit_all(collected.events(self._url))
+                self._report.emit_all(collected.events(self._config.url))
         except AbandonedError:
             self._swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
@@ -369,7 +369,7 @@ class PrimaryTier:
                     in_flight=self._finish.in_flight,
                     tidy=self._finish.is_shared,  # others leave what this writer does not know of
                 )
-                self._report.emit_all(pruned.events(self._url))
+                self._report.emit_all(pruned.events(self._config.url))
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
             self._swept = False
             self._report.warn(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
@@ -383,7 +383,7 @@ class PrimaryTier:
         if self._lease is not None:  # of the share of a rank nothing can be said
             self._report.emit_all(self._freshness.compare(groups, marks, whole))
         with suppress(StorageError, AbandonedError):  # the next snapshot reports a tier that does not answer
-            if (damage := read_back(self._repository, self._url, stored, self._known.read)) is not None:
+            if (damage := read_back(self._repository, self._config.url, stored, self._known.read)) is not None:
                 self._report.emit(damage)
 
     def removed(self) -> str | None:
@@ -416,7 +416,7 @@ class PrimaryTier:
             StorageMissingError: its disk is not mounted any more.
         """
         assert self._lease is not None
-        self._progress.moved(LEASE_SECONDS)
+        self._aside.waiting.moved(LEASE_SECONDS)
         try:
             self._lease.check()
         except LeaseHeldError:
@@ -424,11 +424,11 @@ class PrimaryTier:
                 raise
             storage = self._repository.storage
             self._let_go()
-            self._progress.moved(LEASE_SECONDS)
+            self._aside.waiting.moved(LEASE_SECONDS)
             removed, folder = Repository(storage).record() is None, storage.capabilities.folder
             if removed and folder is not None and device_of(folder.root) != self._device:
                 raise StorageMissingError(
-                    f"the disk of {self._url} is gone, and the folder would be made on another one",
+                    f"the disk of {self._config.url} is gone, and the folder would be made on another one",
                     hint="mount the disk again: the next snapshot goes there",
                 ) from None
             self._lease = self._acquire()
@@ -436,10 +436,11 @@ class PrimaryTier:
                 self.settle_at(adopt_run(self._run, storage))
             if removed:
                 self._report.warn(
-                    f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
+                    f"{self._tier} was removed while it was written: it is made again, and the snapshots it had are "
+                    "gone"
                 )
             else:
-                self._report.warn(f"{self._url} was replaced while it was written: snapshots go to what is there now")
+                self._report.warn(f"{self._tier} was replaced while it was written: snapshots go to what is there now")
 
     def _let_go(self) -> None:
         """Give back a lease that is lost, or of no use: whatever comes of it."""

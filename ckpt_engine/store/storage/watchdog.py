@@ -245,6 +245,7 @@ class StuckCallRunner:
             self._changed.notify_all()
         if abandoned:
             self._come_back(call)
+        del call  # its error refers to this frame
 
     def _come_back(self, call: _Call) -> None:
         try:

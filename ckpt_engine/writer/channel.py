@@ -195,11 +195,7 @@ class Channel:
         Raises:
             WriterError: the peer does not speak this protocol.
         """
-        poll = select.poll()
-        poll.register(self, select.POLLIN | (select.POLLOUT if self.backlog else 0))
-        for fd in (self.wake_fd, *others):
-            poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(timeout * 1000)}
+        ready = readable(timeout, self.fileno(), self.wake_fd, *others, writes=self.fileno() if self.backlog else -1)
         self.clear_wake()
         self.flush()
         return *self.receive(), ready
@@ -269,11 +265,15 @@ class Channel:
             os.close(self.wake_fd)
 
 
-def readable(timeout: float, *fds: int) -> set[int]:
-    """Which of these descriptors can be read; waits at most `timeout` seconds for the first one."""
+def readable(timeout: float, *fds: int, writes: int = -1) -> set[int]:
+    """Which of these descriptors can be read; waits at most `timeout` seconds for the first one.
+
+    Args:
+        writes: one of them, for which it is enough that it can be written.
+    """
     poll = select.poll()
     for fd in fds:
-        poll.register(fd, select.POLLIN)
+        poll.register(fd, select.POLLIN | (select.POLLOUT if fd == writes else 0))
     return {fd for fd, _ in poll.poll(timeout * 1000)}
 
 

@@ -40,9 +40,6 @@ LOOKS = GrowingPauses(0.005, 0.5, 1.5)
 """Between two looks for the parts of other ranks."""
 ALONE_SECONDS = 5.0
 """How long parts are waited for once the trainer is gone: the lease must be free before a restarted one gives up."""
-
-_never = threading.Event()
-"""Takes the place of an event that is set already: waiting for that one would not wait."""
 GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
 """Between two looks at the tier for what others have left."""
 
@@ -165,7 +162,8 @@ class Gathering(CommitStrategy):
 
         def pause(seconds: float) -> None:
             self._progress.check()
-            (_never if self._alone.is_set() else self._alone).wait(seconds)
+            # Waiting for an event that is set would not wait.
+            (threading.Event() if self._alone.is_set() else self._alone).wait(seconds)
             self._progress.moved()
 
         self._progress.moved()

@@ -83,11 +83,8 @@ class HeartbeatPage:
         _SPENT.pack_into(self._page, _SPENT_OFFSET, self._count, *about, *values, proof, self._count)
 
     def close(self) -> None:
-        """Give the page back; who has the descriptor keeps it. Idempotent."""
+        """Give the descriptor back; who has another one keeps the page. Idempotent."""
         if self.fd >= 0:
-            self._step.release()
-            self._moment.release()
-            self._page.release()
             os.close(self.fd)
             self.fd = -1
 

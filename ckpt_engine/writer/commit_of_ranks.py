@@ -53,7 +53,8 @@ class SessionSnapshots(Container[str]):
 
     _session: str
     _first_seq: int
-    _declined: set[str] = field(default_factory=set, init=False)
+    declined: set[str] = field(default_factory=set, init=False)
+    """Those in which the coordinator has no part: others say the same, or leave what they have written."""
 
     def __contains__(self, snapshot: object) -> bool:
         parsed = names.parse_id(snapshot) if isinstance(snapshot, str) else None
@@ -67,14 +68,10 @@ class SessionSnapshots(Container[str]):
         """This snapshot and all before it are committed, or never will be."""
         self._first_seq = max(self._first_seq, names.seq_of(snapshot) + 1)
 
-    def decline(self, snapshot: str) -> None:
-        """The coordinator has no part in this one; others say the same, or leave what they have written."""
-        self._declined.add(snapshot)
-
     def declined_before(self, snapshot: str) -> set[str]:
         """Those before this one that nothing was done about yet."""
-        found = {one for one in tuple(self._declined) if one < snapshot}
-        self._declined -= found
+        found = {one for one in tuple(self.declined) if one < snapshot}
+        self.declined -= found
         return found
 
 
@@ -149,7 +146,7 @@ class Gathering(CommitStrategy):
         self.in_flight.settle(staged.snapshot)
 
     def cancel(self, repository: Repository, snapshot: str, why: str) -> None:  # noqa: ARG002 - nothing is stored
-        self.in_flight.decline(snapshot)
+        self.in_flight.declined.add(snapshot)
 
     def _gather(self, storage: Storage, mine: PartRecord) -> list[PartRecord]:
         deadline, alone_until = time.monotonic() + self._ranks.wait_seconds, float("inf")

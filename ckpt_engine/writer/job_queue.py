@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 RESCUE_SECONDS = 30.0
 """How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
 _AGAIN_SECONDS = 2.0
-_IDLE_SECONDS = 60.0
 _SEAL_SECONDS = 600.0
 
 
@@ -323,8 +322,7 @@ class JobQueue:
     def _next(self) -> _QueueItem | None:
         """The next turn, its order numbered; None: no more will come."""
         with self._changed:
-            while not self._todo and not self._finishing:
-                self._changed.wait(_IDLE_SECONDS)
+            self._changed.wait_for(lambda: self._todo or self._finishing)
             if not self._todo:
                 return None
             turn = self._todo.popleft()
@@ -351,7 +349,7 @@ class JobQueue:
             order.unchanged = self.held.keeps
         if orders and (not orders[0].durable or (self._abandoned and self.may_lose)):
             if self._abandoned:
-                self.held.wait_sealed(_SEAL_SECONDS)
+                self.held.sealed.wait(_SEAL_SECONDS)
             self._insist(orders)
         if self._written and orders and self._persister.is_committed(orders[0]):
             self.held.let_go()

@@ -197,7 +197,8 @@ class MemorySnapshots:
         """What the writer has said last."""
         self._pulse = -1
         self._run: RunText | None = None
-        self._sealed = threading.Event()
+        self.sealed = threading.Event()
+        """The digests are known, or cannot be."""
         self._digested = WeakKeyDictionary[StagedJob, ErrorRecord | None]()
         """Those whose digests are, or are being, worked out, and what that has failed with."""
         self._unwanted = self._settled = False
@@ -254,7 +255,7 @@ class MemorySnapshots:
         self.drop_torn()
         newest = self.newest
         if newest is None:
-            self._sealed.set()
+            self.sealed.set()
             self._tell()
             return
         self._digest_soon(newest)
@@ -279,13 +280,9 @@ class MemorySnapshots:
 
         self._replace(whole)
 
-    def wait_sealed(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until the digests are known, or cannot be; whether that is so."""
-        return self._sealed.wait(timeout)
-
     def ids(self) -> list[str] | None:
         """The ids of what is in memory, newest first; None: not known yet."""
-        if not self._sealed.is_set() or not self._ids.begun:
+        if not self.sealed.is_set() or not self._ids.begun:
             return None
         return [self._ids.of(order) for order in self.all_held()]
 
@@ -300,7 +297,7 @@ class MemorySnapshots:
         """
         if wanted is None and self._keep > 1:
             return nothing("it is the share of one of several ranks")
-        if not self._sealed.is_set() or not self._ids.begun:
+        if not self.sealed.is_set() or not self._ids.begun:
             return None
         with self._lock:
             run = self._run
@@ -374,7 +371,7 @@ class MemorySnapshots:
         except (CkptError, ValueError, OSError) as err:
             self._digested[order] = ErrorRecord.of(err)
         finally:
-            self._sealed.set()
+            self.sealed.set()
             self._tell()
 
 

@@ -87,8 +87,6 @@ class Persister:
         self._report = Reporter(lambda event: emit(channel.event(event)))
         self._ids = ids
         self._spent = spent
-        self._primary: PrimaryTier
-        self._lane: StuckCallRunner
         self.first_seq = 0
         """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
         self._holds = SlotReaders(lambda slot: self._emit({"kind": Kind.FREED, "slot": slot}))
@@ -98,11 +96,9 @@ class Persister:
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
         self._opened = self._finishing = self._stopped = False
-        self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
         self._attempts: AttemptRecord | None = None
-        self.rows: RowFile
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -127,7 +123,7 @@ class Persister:
         if config.tiers:
             for tier in config.tiers:
                 require_served(tier.url, tier.storage_options)
-            self._make_secondary = lambda: SecondaryTiers(config, plain, holder, self._report.emit)
+            self._make_secondary = partial(SecondaryTiers, config, plain, holder, self._report.emit)
             # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
             secondary = self._make_secondary() if ranks.several else None
         pause = waiting(plain, holder, config.lease_wait_seconds, self._report.emit)
@@ -413,7 +409,7 @@ class Persister:
             return self._in_lane(self._lane, staged, partial(self._primary.write, staged)), True
         except Exception as err:
             if isinstance(err, StorageError):
-                self._primary.sweep_again()
+                self._primary.swept = False
             elsewhere = self._make_durable_elsewhere(staged, err)
             if elsewhere is None:
                 raise

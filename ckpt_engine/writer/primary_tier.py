@@ -112,7 +112,8 @@ class PrimaryTier:
         self._report = Reporter(emit)
         self._made_room = made_room
         self._aside = aside
-        self._swept = self._warned = False
+        self.swept = self._warned = False
+        """What earlier writers have left was removed; to be unset where the disk is full, or has failed."""
         self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}
         """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
@@ -334,22 +335,18 @@ class PrimaryTier:
         return bool(room.forgotten)
 
     def sweep(self) -> None:
-        """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
-        if self._swept or self._lease is None:
+        """Remove what writers that died have left behind; once. Never raises."""
+        if self.swept or self._lease is None:
             return
-        self._swept = True
+        self.swept = True
         try:
             with where_permitted(self._repository, self._report.warn):
                 collected = collect(self._repository, self._lease, in_flight=self._finish.in_flight)
                 self._report.emit_all(collected.events(self._config.url))
         except AbandonedError:
-            self._swept = False
+            self.swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
             self._report.warn(f"cannot remove what earlier writers left behind: {err}")
-
-    def sweep_again(self) -> None:
-        """The disk is full, or has failed: garbage goes before the next snapshot."""
-        self._swept = False
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
         """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
@@ -371,7 +368,7 @@ class PrimaryTier:
                 )
                 self._report.emit_all(pruned.events(self._config.url))
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
-            self._swept = False
+            self.swept = False
             self._report.warn(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
 
     def _look_back(self) -> None:
@@ -448,7 +445,7 @@ class PrimaryTier:
             self.release()
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
-        self._swept = False
+        self.swept = False
         self._report.warn(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
 
 

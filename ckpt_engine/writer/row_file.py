@@ -33,7 +33,6 @@ class RowFile:
 
     def __init__(self, storage: Storage, emit: Callable[[Event], object]) -> None:
         self._storage, self._report = storage, Reporter(emit)
-        self._ring: rows.Ring
         self._name, self._header = "", b""
         self._written = 0
         self._over, self._committed = threading.Event(), threading.Event()

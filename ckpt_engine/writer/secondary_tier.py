@@ -136,7 +136,7 @@ class SecondaryTier:
         self._direct = Repository(places.direct)
         self._policy = policy_from(config.keep)
         self.encoding = CodecSelector(config.codec)
-        self._rhythm = CopySchedule(config.every_seconds, config.every_n_steps, self._policy)
+        self.schedule = CopySchedule(config.every_seconds, config.every_n_steps, self._policy)
         self._held: tuple[Repository, Lease] | None = None
         self._damaged: set[tuple[str, str]] = set()
         self._unpruned = self._said = self._swept = False
@@ -148,10 +148,6 @@ class SecondaryTier:
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
         self.waiting: tuple[SnapshotInfo, ...] = ()
-
-    def keep_pace(self, seconds: float | None) -> None:
-        """The trainer's cadence wants copies so far apart, see `CopySchedule.paced`; None: it does not know."""
-        self._rhythm = self._rhythm.paced(seconds)
 
     @property
     def is_open(self) -> bool:
@@ -279,7 +275,7 @@ class SecondaryTier:
 
     def _wanted(self, near: Sequence[SnapshotInfo], there: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
         """What is to be copied, newest first."""
-        return self._rhythm.wanted(self._of_line(near), self._of_line(there))
+        return self.schedule.wanted(self._of_line(near), self._of_line(there))
 
     def _near(self) -> dict[str, CopySource]:
         """All snapshots that a nearer tier has, each from the nearest that can be read."""

@@ -27,8 +27,7 @@ from ckpt_engine.writer.channel import Channel, Received, pidfd_of, readable
 from ckpt_engine.writer.messages import Body, Kind
 
 if TYPE_CHECKING:
-    from ckpt_engine.copy.job import WriterConfig
-    from ckpt_engine.writer.control import Control, ControlHandlers
+    from ckpt_engine.writer.control import Control
     from ckpt_engine.writer.job_queue import JobQueue
 
 START_SECONDS = 60.0
@@ -76,8 +75,6 @@ class Serving:
         self._peer = PeerWatch(sock)
         self._channel = Channel(sock)
         self._queue: JobQueue | None = None
-        self._handlers: ControlHandlers
-        self._config: WriterConfig
         self._control: Control | None = None
         self._closing = self._left = False
         self._stopped = False

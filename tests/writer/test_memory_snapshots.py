@@ -86,7 +86,7 @@ def files() -> int:
 
 
 def offered(snapshots: MemorySnapshots) -> Reply:
-    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.sealed.wait(WAIT_SECONDS)
     offer = snapshots.offer()
     assert offer is not None and offer.body["snapshot"] is not None
     return offer
@@ -168,7 +168,7 @@ def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, sn
     """A snapshot is offered only after `seal`, when it is final."""
     snapshots.hold(sending.hold(1))
     assert snapshots.offer() is None
-    assert not snapshots.wait_sealed(0.0)
+    assert not snapshots.sealed.wait(0.0)
     snapshots.seal(RUN)
     offer = offered(snapshots)
     manifest = manifest_codec.decode(offer.body["manifest"].encode())
@@ -185,7 +185,7 @@ def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
     snapshots = MemorySnapshots(ids, lambda: None)
     snapshots.hold(sending.hold(1))
     snapshots.seal(RUN)
-    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.sealed.wait(WAIT_SECONDS)
     assert snapshots.offer() is None
     ids.begin(100)
     offer = offered(snapshots)
@@ -212,7 +212,7 @@ def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, snapshots: 
     os.ftruncate(sending.stage.fd, 0)
     snapshots.hold(order)
     snapshots.seal(RUN)
-    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.sealed.wait(WAIT_SECONDS)
     refused = snapshots.offer()
     assert refused is not None and "cannot be used: cannot map an arena slot" in refused.body["why"]
 
@@ -270,7 +270,7 @@ def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, snaps
     visit.handlers.leave(serves=True)
     assert visit.ask(control.Question.SNAPSHOT) is None
     snapshots.seal(RUN)
-    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.sealed.wait(WAIT_SECONDS)
     reply = visit.handlers.answer({"what": control.Question.SNAPSHOT})
     assert reply is not None and reply.body["step"] == 1
     os.close(reply.fds[0])
@@ -390,7 +390,7 @@ def test_one_of_several_ranks_keeps_three(sending: Trainer, share: MemorySnapsho
     """Newest first; what was in the slot of a newer one is gone."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2), (4, 3))]
     share.seal(RUN)
-    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.sealed.wait(WAIT_SECONDS)
     assert share.ids() == [found[3], found[2], found[1]]
     again = hold_in(sending, share, 2, 5)
     assert share.ids() == [again, found[3], found[1]]
@@ -404,7 +404,7 @@ def test_what_was_being_overwritten_is_not_kept(sending: Trainer, share: MemoryS
     share.take_pulse(os.dup(pulse.fd))
     share.drop_torn()
     share.seal(RUN)
-    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.sealed.wait(WAIT_SECONDS)
     assert share.ids() == found[::-1]
     pulse.fill(0, 4)
     share.drop_torn()
@@ -416,7 +416,7 @@ def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, s
     """Its digests are worked out when somebody asks; without a name there is no whole snapshot to offer."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1))]
     share.seal(RUN)
-    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.sealed.wait(WAIT_SECONDS)
     assert share.offer() == nothing("it is the share of one of several ranks")
     assert share.offer("other") == nothing("other is not kept in memory")
     deadline = time.monotonic() + WAIT_SECONDS

@@ -213,9 +213,12 @@ class StuckCallRunner:
                     continue
             error = give_up(self._error(call))  # without the lock: it may emit events
             if error is not None:
-                if self._leave(call):
+                if not self._leave(call):
+                    return
+                try:
                     raise error
-                return
+                finally:
+                    del error  # it refers to this frame
             with self._changed:
                 if not call.done:
                     self._changed.wait(min(_LOOK_SECONDS, STALL_SECONDS))

@@ -41,7 +41,7 @@ class _QueueItem:
     flush: bool = False
 
 
-class JobQueue:
+class JobQueue(threading.Thread):
     """Opens a persister, lets it do the jobs in order, and closes it.
 
     `put`, `flush`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is
@@ -68,6 +68,7 @@ class JobQueue:
         on_news: Callable[[], object] = lambda: None,
         caught_up: Callable[[], bool] = lambda: False,
     ) -> None:
+        super().__init__(name="ckpt-writer", daemon=True)
         self._memory = config.memory
         self.ranks = config.ranks
         self._hooks = Hooks(config, emit)
@@ -90,7 +91,6 @@ class JobQueue:
         self.peers = self._open_peers(config.ranks)
         self.ended = False
         self.rescued_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
 
     def _open_peers(self, ranks: RankConfig) -> Peers | None:
         if not (ranks.mirrors and self._memory):
@@ -103,10 +103,6 @@ class JobQueue:
             lambda order: self._caught_up() and self.held.intact(order),
             self._hooks.emit,
         )
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def put(self, body: Body, fds: Sequence[int] = ()) -> None:
         """Take a message; `fds` are owned from now on. One that is not of the protocol breaks the writer down."""
@@ -240,12 +236,8 @@ class JobQueue:
         if nothing_to_rescue:
             self._persister.stop_draining()
 
-    def join(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for the thread to end; whether it has."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """The thread."""
         broken: str | None = None
         try:
             if self._open():

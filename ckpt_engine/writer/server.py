@@ -229,8 +229,9 @@ class Serving:
         self._heed_termination(queue)
         began = time.monotonic()
         deadline = began + self._config.drain_seconds
-        while not queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
+        while queue.is_alive():
+            queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+            if queue.is_alive() and time.monotonic() >= deadline:
                 return EXIT_DEADLINE
             if self._closing and (self._peer.ended() or time.monotonic() >= began + _CLOSED_SECONDS):
                 queue.leave_alone()

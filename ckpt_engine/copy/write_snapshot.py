@@ -232,8 +232,11 @@ class ParallelMap(Generic[T, U]):
             self.abandon()
             raise
         count, self._items = len(self._items), ()
-        if self._error is not None:
-            raise self._error
+        try:
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._error = None  # it refers to what has raised it
         return [self._found.pop(index) for index in range(count)]
 
     def abandon(self, seconds: float = threading.TIMEOUT_MAX) -> bool:

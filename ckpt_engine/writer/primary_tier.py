@@ -191,12 +191,9 @@ class PrimaryTier:
                 self._repository.write_catalog_if_due()
         self._aside.waiting.check()
         not_undone = partial(self._not_undone, staged)
-        refused: StorageFullError | None = None  # full nevertheless: one more snapshot goes, and so on
         while True:
             contents = self._contents(staged)
-            gone = self._make_room(contents, full=refused is not None)
-            if refused is not None and not gone:
-                raise refused
+            self._make_room(contents)
             while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
                 contents = self._contents(staged)
                 self._make_room(contents)
@@ -205,10 +202,10 @@ class PrimaryTier:
                     contents, self._tier, self._aside.waiting, not_undone, self._finish
                 )
                 break
-            except StorageFullError as err:
-                if self._finish.is_shared:  # the others have learned that this share failed
+            except StorageFullError:
+                # Of a share the others have learned that it failed. Else one more snapshot goes, and so on.
+                if self._finish.is_shared or not self._make_room(contents, full=True):
                     raise
-                refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
         self._written = staged.cut_layout.layout.groups, staged.job.marks, whole, stored

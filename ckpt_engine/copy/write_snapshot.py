@@ -59,7 +59,7 @@ class ArenaSlot:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self._fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
 
     @contextmanager
     def image(self, nbytes: int) -> Iterator[memoryview]:

@@ -297,9 +297,13 @@ class Gather:
         began = time.monotonic()
         try:
             manifest, copied = give(source, target, snapshot, put)
-            seconds = time.monotonic() - began
+            # Others are given as long for their copy.
+            until = 2 * time.monotonic() - began + self.ranks.wait_seconds
             mine = part_records.of_manifest(manifest)
-            whole = part_records.merge([mine, *self._others(storage, mine, self.ranks.wait_seconds + seconds)])
+            others = _other_parts(
+                storage, mine, range(mine.size), GATHER_LOOKS, lambda: until, self._pause, self._counts
+            )
+            whole = part_records.merge([mine, *others])
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
@@ -317,10 +321,6 @@ class Gather:
                 part_records.remove(storage, other, ranks)
         with suppress(StorageExistsError):
             storage.put(names.wanted_name(snapshot), [memoryview(b"{}\n")])
-
-    def _others(self, storage: Storage, mine: PartRecord, patience_seconds: float) -> list[PartRecord]:
-        deadline = time.monotonic() + patience_seconds
-        return _other_parts(storage, mine, range(mine.size), GATHER_LOOKS, lambda: deadline, self._pause, self._counts)
 
     def _counts(self, part: PartRecord) -> bool:
         """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""

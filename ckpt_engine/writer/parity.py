@@ -103,7 +103,7 @@ class _Memory:
     view: memoryview
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.fd)
+        weakref.finalize(self, os.close, self.fd).atexit = False
 
 
 @dataclass(slots=True)

@@ -209,8 +209,18 @@ class Persister:
         reads = StuckCallRunner(self._lane.url)
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
         aside = GuardedReader(Repository(storage), reads, self._lane.progress)
-        emit, gone = self._report.emit, self._gone
-        return PrimaryTier(self._config, repository, lease, again, policy, aside, emit, gone, in_flight, self._alone)
+        return PrimaryTier(
+            self._config,
+            repository,
+            lease,
+            again,
+            policy,
+            aside,
+            self._report.emit,
+            self._gone,
+            in_flight,
+            self._alone,
+        )
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""

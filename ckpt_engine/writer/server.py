@@ -90,7 +90,7 @@ class Serving:
             # One that lives and has hung up tells nothing of its memory any more.
             self._read_all = self._left or self._peer.ended()
         except WriterError as err:
-            _complain(str(err))
+            print(err, file=sys.stderr, flush=True)  # noqa: T201 - the trainer shows it
             self._status = EXIT_BROKEN
         self._attending = False
         while self._behind:
@@ -210,7 +210,7 @@ class Serving:
     def _queue_ended(self, broken: str | None) -> None:
         if broken:
             self._status = EXIT_BROKEN
-            _complain(broken)
+            print(broken, file=sys.stderr, flush=True)  # noqa: T201 - the trainer shows it
         self._channel.wake()
 
     def _drain(self, queue: JobQueue) -> int:
@@ -279,8 +279,3 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # heeded when the trainer is gone
     signal.signal(signal.SIGTERM, lambda number, _: _early.append(number))  # the threads of hooks do not block it
     return Serving(socket.socket(fileno=int(arguments[0]))).run()
-
-
-def _complain(text: str) -> None:
-    """Say something on stderr, which the trainer shows if this process breaks down."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,12 +64,18 @@ class Received:
     fds: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Frame:
-    """What is left to send of one message, and descriptors (our own duplicates) that go with its first byte."""
+    """What is left to send of one message, and descriptors (our own duplicates) that go with its first byte.
+
+    They are closed with this object.
+    """
 
     rest: memoryview
     fds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, close_all, self.fds).atexit = False
 
 
 def duplicates(fds: Sequence[int]) -> tuple[int, ...]:
@@ -159,18 +166,12 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._drop_outgoing()  # the peer is gone: its end of file or pidfd says so to the owner
+                self._outgoing.clear()  # the peer is gone: its end of file or pidfd says so to the owner
                 return
-            close_all(frame.fds)
             frame.fds = ()
             frame.rest = frame.rest[sent:]
             if not frame.rest:
                 self._outgoing.popleft()
-
-    def _drop_outgoing(self) -> None:
-        for frame in self._outgoing:
-            close_all(frame.fds)
-        self._outgoing.clear()
 
     def wake(self) -> None:
         """Wake the owner's selector. Any thread."""
@@ -258,7 +259,7 @@ class Channel:
         with self._lock:
             if self.fileno() < 0:
                 return
-            self._drop_outgoing()
+            self._outgoing.clear()
             close_all(tuple(self._fds))
             self._fds.clear()
             self._sock.close()

@@ -438,9 +438,7 @@ class Pipeline:
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:
                 self._emit(Notice("WARNING", lacking))
-        if self.pulse is not None:
-            self.pulse.close()
-            self.pulse = None
+        self.pulse = None
         if self.recorder is not None:
             self.recorder.close()
         self.slots.close()

@@ -318,8 +318,9 @@ def test_the_pulse_is_read_from_its_descriptor() -> None:
         pulse.beat(step)
     beat = read_pulse(pulse.fd)
     assert beat is not None and beat.step == 2 and beat.instant_monotonic > 0
-    pulse.close()
-    pulse.close()
+    before = files()
+    del pulse
+    assert files() == before - 1
     with Path(os.devnull).open() as nothing:
         assert read_pulse(nothing.fileno()) is None
     assert read_pulse(-1) is None
@@ -334,8 +335,6 @@ def test_a_new_pulse_replaces_the_old_one(snapshots: MemorySnapshots) -> None:
         snapshots.take_pulse(os.dup(pulse.fd))
     assert files() == before + 1
     assert snapshots.beat is not None and snapshots.beat.step == 1
-    for pulse in pulses:
-        pulse.close()
 
 
 def test_the_newest_has_the_highest_number_though_it_overtakes(
@@ -410,7 +409,6 @@ def test_what_was_being_overwritten_is_not_kept(sending: Trainer, share: MemoryS
     pulse.fill(0, 4)
     share.drop_torn()
     assert share.ids() == found[:0:-1]
-    pulse.close()
 
 
 def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, share: MemorySnapshots) -> None:

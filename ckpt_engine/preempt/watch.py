@@ -222,9 +222,8 @@ class PreemptionWatch:
             poll: takes in what the writer says.
             left: seconds that there are.
         """
-        pause = threading.Event()
         while self.flushing and (seconds := left()) > 0.0:
-            pause.wait(min(_PAUSE_SECONDS, seconds))
+            threading.Event().wait(min(_PAUSE_SECONDS, seconds))
             poll()
 
     def durable(self) -> str:

@@ -429,9 +429,8 @@ class Beacon:
 
 def sees(root: Folder, beacon: str) -> bool:
     """Whether the beacon of this name is in `root`."""
-    never = threading.Event()
     for pause in LOOKS_SECONDS:
-        never.wait(pause)
+        threading.Event().wait(pause)
         with suppress(CkptError):
             next(iter(root.list("")), None)  # has an NFS client ask for folders that it believes to be missing
         with suppress(OSError):

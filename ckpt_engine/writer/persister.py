@@ -39,14 +39,13 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader, StuckCallRunner, WatchedStorage
-from ckpt_engine.writer import channel
+from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.mend_damage import mend_damage
 from ckpt_engine.writer.messages import Body, Kind
-from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
 from ckpt_engine.writer.pulse import SpentTimes
 from ckpt_engine.writer.row_file import RowFile
@@ -176,7 +175,7 @@ class Persister:
         further = 0 if self._secondary is None else self._secondary.next_seq()
         self.first_seq = max(self.first_seq, further, ranks.first_seq or 0)
         in_flight = SessionSnapshots(ranks.session, self.first_seq if ranks.first_seq is None else ranks.first_seq)
-        found = recover(repository, in_flight)
+        found = part_records.recover(repository, in_flight)
         self.first_seq = max(self.first_seq, repository.next_seq())
         for snapshot, exists in found:
             what = "written by all ranks and is committed now" if exists else "not written by all ranks and is dropped"
@@ -369,11 +368,11 @@ class Persister:
 
     def look(self) -> There:
         """Who has left which share at the nearest tier. Raises `CkptError`, like the three that follow."""
-        return self._lane.call(self._primary.shares)
+        return self._lane.call(lambda: part_records.there(self._primary.repository.storage))
 
     def exists(self, snapshot: str) -> bool:
         """Whether the snapshot of all ranks is committed there."""
-        return self._lane.call(partial(self._primary.has, snapshot))
+        return self._lane.call(lambda: any(info.id == snapshot for info in self._primary.repository.list()))
 
     def leave(self, order: StagedJob) -> None:
         """Make a share durable, and say so; only that again if it was left before."""
@@ -404,7 +403,7 @@ class Persister:
                 threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
 
     def _committed(self, snapshot: str) -> None:
-        self.rows.committed()
+        self.rows.committed.set()
         if self._secondary is not None:
             self._secondary.committed(snapshot)
         self._prune(snapshot)

@@ -141,7 +141,7 @@ class PrimaryTier:
 
     def settle_at(self, repository: Repository) -> None:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
-        self._repository = repository
+        self.repository = repository
         self._run = None if self._lease is None else RunText.of(repository)
         self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
@@ -156,9 +156,9 @@ class PrimaryTier:
         Returns:
             The damaged files that were not known to be so.
         """
-        unknown = set(damaged) - self._repository.damaged
+        unknown = set(damaged) - self.repository.damaged
         self._line = line
-        self._repository.damaged.update(damaged)
+        self.repository.damaged.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
         return unknown
@@ -167,7 +167,7 @@ class PrimaryTier:
         """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
         if not self._config.ranks.places:
             return {}
-        ids = self._repository.ids()
+        ids = self.repository.ids()
         self._lacked.intersection_update([one.id for one in ids])
         unsure = [one for one in ids if one.seq >= self._common_seq and one.id not in self._lacked]
         return {one.id: "nothing newer is known to be on all nodes" for one in unsure}
@@ -188,7 +188,7 @@ class PrimaryTier:
             self.sweep()
             self._aside.waiting.moved()
             if self.keeps_all:  # else it comes with retention
-                self._repository.write_catalog_if_due()
+                self.repository.write_catalog_if_due()
         self._aside.waiting.check()
         not_undone = partial(self._not_undone, staged)
         while True:
@@ -213,15 +213,7 @@ class PrimaryTier:
 
     def cancel(self, snapshot: str, why: str) -> None:
         """See `CommitStrategy.cancel`."""
-        self._finish.cancel(self._repository, snapshot, why)
-
-    def shares(self) -> dict[str, set[int]]:
-        """The ranks that have left a share, by snapshot. Raises `StorageError`."""
-        return part_records.there(self._repository.storage)
-
-    def has(self, snapshot: str) -> bool:
-        """Whether it is committed. Raises `StorageError`."""
-        return any(info.id == snapshot for info in self._repository.list())
+        self._finish.cancel(self.repository, snapshot, why)
 
     def leave(self, staged: Staged) -> SnapshotCommitted:
         """Make the share of this rank durable and say so; only that again where it was left before.
@@ -231,14 +223,14 @@ class PrimaryTier:
         Raises:
             CkptError: it is not.
         """
-        storage, snapshot = self._repository.storage, staged.snapshot
+        storage, snapshot = self.repository.storage, staged.snapshot
         share = self._shares.get(snapshot)
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._config.ranks))
             return self.left[snapshot]
-        plain = RawContents(staged, self._repository)
+        plain = RawContents(staged, self.repository)
         contents = (
-            plain if self._config.codec == RAW else encoded(staged, self._repository, self._config.codec, plan_alone)
+            plain if self._config.codec == RAW else encoded(staged, self.repository, self._config.codec, plan_alone)
         )
         not_undone = partial(self._not_undone, staged)
         finish = Contributing(self._config.ranks, says_failure=False)
@@ -253,7 +245,7 @@ class PrimaryTier:
             LeaseHeldError: the tier is not ours any more.
             CkptError: calling again continues.
         """
-        storage, members = self._repository.storage, self._config.ranks.members
+        storage, members = self.repository.storage, self._config.ranks.members
         try:
             whole = part_records.merge(list(part_records.read_all(storage, snapshot, members).values()))
             part_records.require_files(storage, [file for file in whole.files if snapshot not in file.name])
@@ -261,7 +253,7 @@ class PrimaryTier:
             return False
         self.check_lease()
         self._aside.waiting.check()
-        self._repository.commit(whole)
+        self.repository.commit(whole)
         if self._config.ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
             part_records.remove(storage, snapshot, members)
         elif self._session is not None:
@@ -276,8 +268,8 @@ class PrimaryTier:
     def _contents(self, staged: Staged) -> RawContents:
         if self._config.codec != RAW:
             make_plan = self._known.plan_share if self._finish.is_shared else None
-            return encoded(staged, self._repository, self._config.codec, make_plan)
-        return self._shared(staged) or RawContents(staged, self._repository)
+            return encoded(staged, self.repository, self._config.codec, make_plan)
+        return self._shared(staged) or RawContents(staged, self.repository)
 
     def _shared(self, staged: Staged) -> RawContents | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
@@ -294,7 +286,7 @@ class PrimaryTier:
         """Whether something has gone; `full`: as of `make_room`."""
         if self._lease is None:
             return False
-        repository, nbytes = self._repository, contents.new_bytes
+        repository, nbytes = self.repository, contents.new_bytes
         if self._finish.is_shared:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._config.ranks.members)
         if not self._warned:
@@ -337,8 +329,8 @@ class PrimaryTier:
             return
         self.swept = True
         try:
-            with where_permitted(self._repository, self._report.warn):
-                collected = collect(self._repository, self._lease, in_flight=self._finish.in_flight)
+            with where_permitted(self.repository, self._report.warn):
+                collected = collect(self.repository, self._lease, in_flight=self._finish.in_flight)
                 self._report.emit_all(collected.events(self._config.url))
         except AbandonedError:
             self.swept = False
@@ -352,9 +344,9 @@ class PrimaryTier:
             return
         assert self._lease is not None
         try:
-            with suppress(AbandonedError), where_permitted(self._repository, self._report.warn):
+            with suppress(AbandonedError), where_permitted(self.repository, self._report.warn):
                 pruned = prune(
-                    self._repository,
+                    self.repository,
                     self._lease,
                     self._policy,
                     line=self._line,
@@ -377,7 +369,7 @@ class PrimaryTier:
         if self._lease is not None:  # of the share of a rank nothing can be said
             self._report.emit_all(self._freshness.compare(groups, marks, whole))
         with suppress(StorageError, AbandonedError):  # the next snapshot reports a tier that does not answer
-            if (damage := read_back(self._repository, self._config.url, stored, self._known.read)) is not None:
+            if (damage := read_back(self.repository, self._config.url, stored, self._known.read)) is not None:
                 self._report.emit(damage)
 
     def removed(self) -> str | None:
@@ -388,7 +380,7 @@ class PrimaryTier:
         """
         for snapshot in self._whole:
             try:
-                self._repository.storage.get(names.manifest_name(snapshot))
+                self.repository.storage.get(names.manifest_name(snapshot))
             except StorageMissingError:
                 return snapshot
         return None
@@ -416,7 +408,7 @@ class PrimaryTier:
         except LeaseHeldError:
             if self._run is None or self._acquire is None:
                 raise
-            storage = self._repository.storage
+            storage = self.repository.storage
             self._let_go()
             self._aside.waiting.moved(LEASE_SECONDS)
             removed, folder = Repository(storage).record() is None, storage.capabilities.folder

@@ -35,7 +35,8 @@ class RowFile:
         self._storage, self._report = storage, Reporter(emit)
         self._name, self._header = "", b""
         self._written = 0
-        self._over, self._committed = threading.Event(), threading.Event()
+        self._over, self.committed = threading.Event(), threading.Event()
+        """The trainer records no more; a snapshot has become durable here since rows were written."""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ckpt-rows", daemon=True)
 
@@ -50,10 +51,6 @@ class RowFile:
             self._name, self._header = body["name"], rows.header(body["about"])
         if not self._thread.is_alive():
             self._thread.start()
-
-    def committed(self) -> None:
-        """A snapshot is durable here."""
-        self._committed.set()
 
     def end(self, *, waits: bool = True) -> None:
         """The trainer records no more: what is not written yet is written. Idempotent.
@@ -81,7 +78,7 @@ class RowFile:
                 folder = self._storage.capabilities.folder
                 if folder is not None:
                     self._append(folder.path(self._name))
-                elif last or self._committed.is_set():
+                elif last or self.committed.is_set():
                     self._put()
             except CkptError as err:
                 text = f"the steps are not recorded, a resume cannot be proved: {err.message}"
@@ -112,7 +109,7 @@ class RowFile:
         os.pwrite(fd, newest, rows.ROW_BYTES)
 
     def _put(self) -> None:
-        self._committed.clear()
+        self.committed.clear()
         newest = list(self._ring.after(self._written))
         self._written += max(0, len(newest) - rows.PUT_ROWS)
         if newest:

@@ -42,7 +42,7 @@ from ckpt_engine.writer.unix_sockets import SocketListener
 if TYPE_CHECKING:
     from ckpt_engine.writer.job_queue import JobQueue
 
-Question = StrEnum("Question", "SNAPSHOT PARITY HELD BYE SAVE STOP FLUSH STATUS")
+Question = StrEnum("Question", ["SNAPSHOT", "PARITY", "HELD", "BYE", "SAVE", "STOP", "FLUSH", "STATUS"])
 """What a request asks for."""
 
 REQUEST_SECONDS = 5.0

@@ -183,7 +183,7 @@ class AdaptiveCheckpoint(Callback):
             if stage != "fit":
                 engine, loaders = Engine(self.config), FitLoaders(internals, trainer)
                 around = FitResume(internals, trainer, pl_module, engine, loaders).resolve
-            internals.wrap_resume_start(around)
+            internals.wrap({"resume_start": around})
         else:
             self._require_own_folder(trainer)
             fitted, self._fitted = self._fitted, None

@@ -367,7 +367,7 @@ class FitResume(TrainerResume):
         if self._back is None:
             assert self._engine.loaded is not None
             created = self._engine.loaded.info.created
-            run_state.write_again(self._trainer, self._engine.root_url, created, self._internals.replaced.replace)
+            run_state.write_again(self._trainer, self._engine.root_url, created, self._internals.replace)
 
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run; of an imported file Lightning restores all."""

@@ -44,8 +44,9 @@ class FitLoaders:
         finally:
             self._makes_validation = False
 
-    def follow(self, loader: Any) -> Any:
-        """Called with every loader the strategy has processed; returns it."""
+    def follow(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        """Runs where the strategy processes a loader of any kind; returns what comes of it."""
+        loader = original(loader)
         if self._makes_validation:
             self._follow_validation(loader)
         else:

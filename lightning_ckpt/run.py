@@ -85,15 +85,19 @@ class FitRun:
     def connect(self) -> None:
         """Hook into the trainer; undone by `disconnect`."""
         internals = self._internals
-        internals.wrap_resume_start(self.resume.resolve)
-        internals.wrap_optimizer_restore(self.resume.restore_optimizers)
-        internals.wrap_training_restore(lambda: self.resume.to_restore)
-        internals.wrap_process_dataloader(self._loaders.follow)
-        internals.wrap_validation_loaders(self._loaders.make_validation)
-        internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
-        internals.wrap_loop_reset(lambda: self.resume.pending)
-        internals.wrap_fetch(self._boundary, self._batch_failed)
-        internals.wrap_batches(self._run.took)
+        internals.wrap(
+            {
+                "resume_start": self.resume.resolve,
+                "load_optimizer_state_dict": self.resume.restore_optimizers,
+                "restore_training_state": partial(internals.restore_training, lambda: self.resume.to_restore),
+                "process_dataloader": self._loaders.follow,
+                "setup_data": self._loaders.make_validation,
+                "on_advance_start": self._start_epoch,
+                "reset": partial(internals.reset_silently, lambda: self.resume.pending),
+                "advance": self._advance,
+                "convert_input": self._convert_input,
+            }
+        )
         relays = self.stopping.halt.shared is not None and SIGTERM in self.engine.config.preemption.numbers()
         internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
         self._run.step_fence.install()
@@ -205,16 +209,39 @@ class FitRun:
 
     # ---- the loops
 
-    def _before_epoch(self) -> None:
+    def _start_epoch(self, original: Callable[[], None]) -> None:
+        """Runs where Lightning starts an epoch."""
         self._internals.reset_epoch_length()
         if self.resume.pending or (self.resume.is_to_be_published and not self.guard.waits_for_batch):
             self.resume.before_epoch()
             self.guard.first_batch(self.resume.publish)
-
-    def _after_epoch_start(self) -> None:
+        original()
         self._loaders.measure()
         if self.resume.pending:
             self.resume.after_epoch_start()
+
+    def _advance(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
+        """Runs where Lightning asks for a training batch and trains on it: the one before is finished.
+
+        A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then.
+        """
+        self._boundary()
+        try:
+            original(data_fetcher)
+        except StopIteration:
+            raise
+        except Exception as err:
+            still_there = self._nothing_came and self._loaders.one_with_workers
+            where = str(self._internals.batches_in_total) if still_there else None
+            if (stop := self.stopping.no_batch(err, where)) is not None:
+                raise self.end(stop) from err
+            raise
+
+    def _convert_input(self, original: Callable[[Any], Any], batch: Any) -> Any:
+        """Runs where the precision converts a batch, which is as its loader made it."""
+        if self._trainer.training:
+            self._run.took(batch)
+        return original(batch)
 
     def _boundary(self) -> None:
         """The fetch boundary."""
@@ -256,13 +283,6 @@ class FitRun:
         handle = self._run.take(self._instant(self._kind()), reason, durable=durable)
         if handle is not None and durable:
             self._announced_optimizers |= self._optimizers_have_state
-
-    def _batch_failed(self, error: Exception) -> None:
-        """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
-        still_there = self._nothing_came and self._loaders.one_with_workers
-        where = str(self._internals.batches_in_total) if still_there else None
-        if (stop := self.stopping.no_batch(error, where)) is not None:
-            raise self.end(stop) from error
 
     @property
     def _nothing_came(self) -> bool:

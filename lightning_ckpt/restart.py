@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
@@ -209,10 +208,10 @@ class Kept:
         for callback, before in self._callbacks:
             now, saved = _state(callback), self._saved[callback.state_key]
             # Some put what they have loaded in place only in the hook: then it has the saved state now.
-            if _same(now, before) or _same(now, saved):
+            if TrainerResume.same(now, before) or TrainerResume.same(now, _in_parts(saved)):
                 continue
             callback.load_state_dict(TrainerResume.own_copy(saved))
-            if _same(_state(callback), now):
+            if TrainerResume.same(_state(callback), now):
                 why = f"its {self._hook} changes what was restored, and load_state_dict() does not put it back"
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))
         return missing
@@ -266,22 +265,14 @@ def _filled(kept: _Tensor) -> torch.Tensor:
     return kept.live
 
 
-def _same(kept: Any, value: Any) -> bool:
-    """Whether two states are equal; either may be of `_keep`."""
-    one, other = (_keep(part) if isinstance(part, torch.Tensor) else part for part in (kept, value))
-    if isinstance(one, _Tensor) and isinstance(other, _Tensor):
-        pairs = zip(one.parts, other.parts, strict=False)
-        return len(one.parts) == len(other.parts) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(item, other[key]) for key, item in one.items())
-    return bool(np.all(one == other)) if type(one) is type(other) else False
+def _in_parts(state: Any) -> Any:
+    """What compares with a later state: in the place of each tensor the parts of it that are here, in host memory."""
+    return TrainerResume.mapped(_keep(state), lambda one: one.parts if isinstance(one, _Tensor) else one)
 
 
 def _state(callback: Callback) -> Any:
     try:
-        return _keep(callback.state_dict())
+        return _in_parts(callback.state_dict())
     except Exception:  # noqa: BLE001 - the user's code: what it saves may exist only after its hook
         return None
 

@@ -24,6 +24,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.data.exactness import Level, Restoration
 from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import Teams
+from ckpt_engine.data.streams import same
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, MismatchError
 from ckpt_engine.loop.capture import (
@@ -285,7 +286,7 @@ class TrainerResume(Resume):
     """What a trainer that restores models and optimizers itself leaves to the engine."""
 
     count, restarts = staticmethod(count), staticmethod(restarts)
-    own_copy, mapped = staticmethod(stored.own_copy), staticmethod(mapped)
+    own_copy, mapped, same = staticmethod(stored.own_copy), staticmethod(mapped), staticmethod(same)
     inexact = staticmethod(inexact)
 
     @staticmethod

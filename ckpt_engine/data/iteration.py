@@ -118,19 +118,14 @@ class ShippingCollate:
         return ({"objects": moved} if moved else {}) | ({"changes": sorted(self._changes)} if self._changes else {})
 
 
-class WatchingCollate:
-    """The user's `collate_fn`, in the process of the trainer.
+def collate_watched(collate: Callable[[Any], Any], loaded: Callable[[], None], samples: Any) -> Any:
+    """What the user's `collate_fn` makes of samples, in the process of the trainer.
 
     Args:
         loaded: called before it: the samples of a batch are there.
     """
-
-    def __init__(self, collate: Callable[[Any], Any], loaded: Callable[[], None]) -> None:
-        self.collate, self._loaded = collate, loaded
-
-    def __call__(self, samples: Any) -> Any:
-        self._loaded()
-        return self.collate(samples)
+    loaded()
+    return collate(samples)
 
 
 @dataclass(frozen=True)

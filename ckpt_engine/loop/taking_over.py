@@ -232,9 +232,9 @@ class Resume(ABC):
 
     def _add_to_report(self, **more: Any) -> None:
         """Of a report that is published already."""
-        if self._report is not None:
+        if self._report is not None and self._rank == 0:
             self._report = replace(self._report, **more)
-            write(self._report, folder_of_report(self._engine.root_url, self._folder()), self._log, self._rank)
+            write(self._report, folder_of_report(self._engine.root_url, self._folder()), self._log)
 
     def note(self, text: str) -> None:
         """One more sentence for the report."""
@@ -424,10 +424,8 @@ def publish(report: ResumeReport, folder: Path, log: logging.Logger, rank: int =
     return write(report, folder, log)
 
 
-def write(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
-    """The file alone, of the first rank."""
-    if rank:
-        return None
+def write(report: ResumeReport, folder: Path, log: logging.Logger) -> Path | None:
+    """The file alone."""
     try:
         return replace_file(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
     except OSError as err:

@@ -221,9 +221,7 @@ class Feed:
 
     def state(self) -> State:
         """Where the consumer is, at a fetch boundary of any feed."""
-        if self._resumed is not None:
-            return self._resumed
-        if self.phase in OPEN and (self.delivered > 0 or self._base_begun):
+        if self._resumed is None and self.phase in OPEN and (self.delivered > 0 or self._base_begun):
             state = self._assemble(self._position(), self.trained_on, self._count_at_begin)
             known = None if self.lead.unclear else self.lead.ahead  # else a resumed run finds out, and says so
             return state | {"open": True, "trained": self.trained, "ahead": known}

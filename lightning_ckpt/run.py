@@ -21,7 +21,7 @@ from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.compat_data import both
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
-from lightning_ckpt.loggers import Telemetry
+from lightning_ckpt.loggers import hide_numbers, show_numbers
 from lightning_ckpt.restart import finish_again
 from lightning_ckpt.run_state import MODEL, OF_LIGHTNING, BoundaryKind, FitParts, as_of, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of
@@ -68,7 +68,6 @@ class FitRun:
         )
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, self._run)
         self.cadence, self.stopping = self._run.cadence, self._run.stopping
-        self.telemetry = Telemetry(self._run)
         self.end = partial(
             self.stopping.halt.end,
             take=lambda reason: self._run.take_last(
@@ -110,7 +109,7 @@ class FitRun:
         """Leave the trainer as it was found."""
         self.stopping.close()
         self._internals.unwrap()
-        self.telemetry.hide(self._internals.metric_tables["progress_bar"])
+        hide_numbers(self._internals.metric_tables["progress_bar"])
         self._run.step_fence.remove()
         self._loaders.release()
         self._internals.set_callbacks([one for one in callbacks_of(self._trainer) if one is not self.guard])
@@ -170,7 +169,7 @@ class FitRun:
         self._validated = False
         if self.stopping.losses is not None:
             self.stopping.losses.add(self.step + self._internals.accumulating, outputs)
-        self.telemetry.batch_ended(self._trainer, self._internals)
+        show_numbers(self._run, self._trainer, self._internals)
 
     def close(self) -> None:
         """Training ended by itself: wait until everything is durable."""

@@ -11,10 +11,11 @@ restored state, and what else it sets up stays. `allow_restart` lets a Lightning
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightning
 from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.run_state import Groups
 
+_log = logging.getLogger("lightning_ckpt")
 AUTO = "auto"
 HOOK = "on_train_epoch_start"
 
@@ -50,13 +52,12 @@ class EarlierFit:
         return self._trainer() is trainer and self._module() is module and trainer.global_step > 0
 
 
-class Fresh:
-    """Of one `fit`.
+class FreshStart(TrainerResume):
+    """The part of a resume that finds out whether a `fit` resumes at all.
 
     Args:
         trainer, module: that is fitted.
         engine: opens the run's folder.
-        start_fresh: see `Resume.start_fresh`.
 
     `fitted` is what an earlier `fit` has left.
     """
@@ -64,14 +65,12 @@ class Fresh:
     fitted: EarlierFit | None = None
     _asked = False
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, start_fresh: Callable[[str], None]
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:
         self._trainer = trainer
         self._module = module
-        self._engine, self._start_fresh = engine, start_fresh
+        super().__init__(engine, _log, lambda: trainer.log_dir or trainer.default_root_dir)
 
-    def path(self, path: Any) -> Any:
+    def path_of(self, path: Any) -> Any:
         """What the argument `ckpt_path` comes to with the option `resume`; if that is not `auto`, the run is begun."""
         self._asked, option = True, self._engine.config.resume_word
         if path == AUTO and option == "off":
@@ -106,7 +105,7 @@ class Fresh:
         how = (
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )
-        self._start_fresh(how)
+        self.start_fresh(how)
 
 
 def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:

@@ -138,7 +138,7 @@ class FitRun:
         sharded.require_trained(self._trainer)
         self.engine.start()
         self.engine.tenure.release = self.disconnect
-        self.resume.fresh.go_on_beside()
+        self.resume.go_on_beside()
         self._flags_at_start = sharded.model_of(self._trainer).entries()["flags"]
         self._run.audit.begin("start")
         if self.resume.pending:
@@ -164,7 +164,7 @@ class FitRun:
             self._run.evaluated(time.monotonic() - self._validation_began)
             self._validation_began = None
 
-    def batch_ended(self, outputs: Any) -> None:
+    def batch_ended(self, outputs: Any, *_: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
         if self.stopping.losses is not None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_set
 from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.adapter import CkptError, LiveModel, NotRestored, PrivateName, Replaced, require_names
-from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, twin_of
+from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, part, twin_of
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
@@ -308,27 +308,23 @@ class LightningInternals(DataInternals, Replaced):
 
         self.around(self._trainer.strategy, "load_model_state_dict", load_weights)
 
-    def hpc_path(self) -> str | None:
-        """The newest Slurm `hpc_ckpt_N.ckpt` in the default root folder."""
-        return cast("str | None", self._trainer._checkpoint_connector._hpc_resume_path)
+    hpc_path: ClassVar[str | None] = part("_checkpoint_connector._hpc_resume_path")
+    """The newest Slurm `hpc_ckpt_N.ckpt` in the default root folder."""
 
     # ---- loops
 
-    @property
-    def automatic_steps(self) -> int:
-        """What `trainer.global_step` is where Lightning steps the optimizers, with a tenth of the calls."""
-        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
-        return int(progress.optimizer.step.total.completed)
-
-    @property
-    def batches_in_epoch(self) -> int:
-        """Training batches that the current epoch has asked for."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-
-    @property
-    def batches_in_total(self) -> int:
-        """Training batches of all epochs."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+    automatic_steps: ClassVar[int] = part(
+        "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed"
+    )
+    """What `trainer.global_step` is where Lightning steps the optimizers, with a tenth of the calls."""
+    batches_in_epoch: ClassVar[int] = part("fit_loop.epoch_loop.batch_progress.current.ready")
+    """Training batches that the current epoch has asked for."""
+    batches_in_total: ClassVar[int] = part("fit_loop.epoch_loop.batch_progress.total.ready")
+    """Training batches of all epochs."""
+    batches_that_stepped: ClassVar[int] = part("fit_loop.epoch_loop._batches_that_stepped")
+    """The step that loggers use."""
+    skips_backward: ClassVar[bool] = part("fit_loop._skip_backward")
+    """True where the optimizer will step on gradients of an earlier epoch (the last one of weight averaging)."""
 
     def in_whole_steps(self, batches: int) -> int:
         """So many batches, or a few more, that no accumulation of gradients is cut in two."""
@@ -368,11 +364,6 @@ class LightningInternals(DataInternals, Replaced):
     def accumulating(self) -> bool:
         """True when gradients of finished batches still wait for an optimizer step."""
         return bool(self._trainer.fit_loop.epoch_loop._should_accumulate())
-
-    @property
-    def skips_backward(self) -> bool:
-        """True where the optimizer will step on gradients of an earlier epoch (the last one of weight averaging)."""
-        return bool(self._trainer.fit_loop._skip_backward)
 
     @property
     def ends_mid_epoch(self) -> bool:
@@ -429,11 +420,6 @@ class LightningInternals(DataInternals, Replaced):
             module._current_fx_name = before
 
     @property
-    def batches_that_stepped(self) -> int:
-        """The step that loggers use."""
-        return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-    @property
     def validates_by_time(self) -> bool:
         """True where `val_check_interval` is a duration (Lightning 2.6 and later)."""
         return getattr(self._trainer, "_val_check_time_interval", None) is not None
@@ -450,10 +436,12 @@ class LightningInternals(DataInternals, Replaced):
             "progress_bar": connector._progress_bar_metrics,
         }
 
-    @property
-    def results(self) -> dict[str, Any]:
-        """The training loop's `self.log` accumulators by key."""
-        return cast("dict[str, Any]", self._trainer.fit_loop.epoch_loop._results)
+    results: ClassVar[dict[str, Any]] = part("fit_loop.epoch_loop._results")
+    """The training loop's `self.log` accumulators by key."""
+    logs_now: ClassVar[bool] = part("_logger_connector.should_update_logs")
+    """True on steps on which the trainer logs."""
+    reduces: ClassVar[bool] = part("_accelerator_connector.is_distributed")
+    """Whether `sync_dist` of `self.log` has an effect: else it counts as False, whatever the script says."""
 
     @property
     def log_position(self) -> tuple[bool | None, str | None]:
@@ -465,16 +453,6 @@ class LightningInternals(DataInternals, Replaced):
     def log_position(self, position: tuple[bool | None, str | None]) -> None:
         connector = self._trainer._logger_connector
         connector._first_loop_iter, connector._current_fx = position
-
-    @property
-    def logs_now(self) -> bool:
-        """True on steps on which the trainer logs."""
-        return bool(self._trainer._logger_connector.should_update_logs)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether `sync_dist` of `self.log` has an effect: else it counts as False, whatever the script says."""
-        return bool(self._trainer._accelerator_connector.is_distributed)
 
     def result_types(self) -> tuple[Any, Any, Any]:
         """The classes `_ResultMetric`, `_Metadata`, `_Sync`."""

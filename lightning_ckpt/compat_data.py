@@ -10,8 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -23,6 +24,11 @@ from ckpt_engine.adapter import EventFiles, TrackedRun
 _ELSEWHERE = "this start gives its loggers another version"
 _NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 PACKAGES = ("lightning.", *(f"{name}." for name in _NAMES.values()))
+
+
+def part(path: str) -> Any:
+    """A property: what a trainer has at this path."""
+    return property(attrgetter(f"_trainer.{path}"))
 
 
 @dataclass(eq=False)
@@ -53,10 +59,8 @@ class DataInternals:
 
     # ---- fetching
 
-    @property
-    def fetcher(self) -> object:
-        """What fetches training batches; None until loaders are made, another object whenever they are made again."""
-        return self._trainer.fit_loop._data_fetcher
+    fetcher: ClassVar[object] = part("fit_loop._data_fetcher")
+    """What fetches training batches; None until loaders are made, another object whenever they are made again."""
 
     def make_validation_loaders(self) -> None:
         """Make them now, as `fit` does for its progress bar."""

@@ -258,7 +258,7 @@ class FitResume(FreshStart):
         """The Slurm requeue file if it is newer than our snapshot."""
         if not SLURMEnvironment.detect():
             return None
-        path = self._internals.hpc_path()
+        path = self._internals.hpc_path
         if path is None or manifest is None:
             return path
         try:

@@ -18,6 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -170,21 +171,18 @@ class RecordingSampler(streams.StandIn):
     def __iter__(self) -> Iterator[Any]:
         self._calls += 1
         plan, order = self.plan, self.order
-        if plan is not None and plan.dealt is not None:
-            self._current = _RecordingIterator(
-                self._reference, lambda: iter(plan.dealt or ()), self._baseline, order, plan
-            )
-            return self._current
+        loader = deref(self._reference)
+        entries = self.inner if plan is None or plan.dealt is None else plan.dealt
         # With workers torch calls iter() twice and drops the first result; the first call must draw what it naturally
         # draws, so that the workers' base seed, drawn between the two, comes out as it did.
-        loader = deref(self._reference)
         dropped = plan is not None and loader.num_workers > 0 and self._calls == 1
-        if plan is not None and plan.order["at_iter"] is not None and not dropped:
+        draws = entries is self.inner and not dropped
+        if draws and plan is not None and plan.order["at_iter"] is not None:
             streams.restore(loader, plan.order["at_iter"])
             order.at_iter = plan.order["at_iter"]
-        elif not dropped:
+        elif draws:
             order.at_iter = streams.capture(loader, self._baseline)
-        self._current = _RecordingIterator(self._reference, lambda: iter(self.inner), self._baseline, order, plan)
+        self._current = _RecordingIterator(self._reference, partial(iter, entries), self._baseline, order, plan)
         return self._current
 
 

@@ -282,10 +282,6 @@ class LightningInternals(DataInternals, Replaced):
         self._undo_sigterm()
         self.undo()
 
-    def set_callbacks(self, callbacks: list[Callback]) -> None:
-        """Replace the list; a loop over the old one that is under way is not disturbed."""
-        self._trainer.callbacks = callbacks
-
     # ---- checkpoint connector
 
     def dump_checkpoint(self) -> dict[str, Any]:

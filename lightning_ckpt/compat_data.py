@@ -59,7 +59,7 @@ class DataInternals:
 
     # ---- fetching
 
-    fetcher: ClassVar[object] = part("fit_loop._data_fetcher")
+    fetcher: ClassVar[Any] = part("fit_loop._data_fetcher")
     """What fetches training batches; None until loaders are made, another object whenever they are made again."""
 
     def make_validation_loaders(self) -> None:
@@ -96,10 +96,6 @@ class DataInternals:
     def user_fetches(self) -> bool:
         """True when `training_step(dataloader_iter)` fetches batches itself."""
         return type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
-
-    def restart_fetcher(self) -> None:
-        """Makes the iterator over the training loaders again."""
-        iter(self._trainer.fit_loop._data_fetcher)
 
     @property
     def batches_given(self) -> int | None:
@@ -220,14 +216,18 @@ def cut_rows(path: Path, count: int) -> str:
     return "" if found == count else f"{count - found} rows at the end of {path} are missing"
 
 
-class CsvCurve:
-    """`metrics.csv` in the folder of a version."""
-
-    name = "CSVLogger"
+class _FolderCurve:
+    """Files in the folder of a version."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         self.home = _folder(logger.root_dir)
+
+
+class CsvCurve(_FolderCurve):
+    """`metrics.csv` in the folder of a version."""
+
+    name = "CSVLogger"
 
     @property
     def _table(self) -> Path:
@@ -258,15 +258,11 @@ class CsvCurve:
         return complaint
 
 
-class TensorBoardCurve:
+class TensorBoardCurve(_FolderCurve):
     """Event files in the folder of a version."""
 
     name = "TensorBoardLogger"
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-        self.home = _folder(logger.root_dir)
-        self._files: EventFiles | None = None
+    _files: EventFiles | None = None
 
     def place(self) -> Mapping[str, Any] | None:
         files = self._files

@@ -128,7 +128,7 @@ class FitLoaders:
             for index in range(len(self._positions)):
                 self._load(index, restart=True)
         if late or again:
-            self._internals.restart_fetcher()
+            iter(self._internals.fetcher)  # makes the iterator over the training loaders again
 
     @property
     def epoch_restarts(self) -> bool:

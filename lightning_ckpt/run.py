@@ -102,7 +102,7 @@ class FitRun:
         self._run.step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
-        self._internals.set_callbacks([self.guard, *others, self._owner])
+        self._trainer.callbacks = [self.guard, *others, self._owner]  # type: ignore[attr-defined]
         self._internals.skip_idle_hooks(self.guard, self._owner)
 
     def disconnect(self) -> None:
@@ -112,7 +112,8 @@ class FitRun:
         hide_numbers(self._internals.metric_tables["progress_bar"])
         self._run.step_fence.remove()
         self._loaders.release()
-        self._internals.set_callbacks([one for one in callbacks_of(self._trainer) if one is not self.guard])
+        # Another list: a loop over the old one that is under way is not disturbed.
+        self._trainer.callbacks = [one for one in callbacks_of(self._trainer) if one is not self.guard]  # type: ignore[attr-defined]
         self._trainer.num_sanity_val_steps = self._sanity_steps
 
     @property

@@ -39,8 +39,8 @@ FLAGS = {
 NAMES = {
     "SharedCadence": 49,
     "Cadence": 39,
-    "Feed": 38,
-    "AcceleratedLoop": 36,
+    "Feed": 33,
+    "AcceleratedLoop": 35,
     "Tracker": 32,
     "NodeMemberTier": 32,
     "PrimaryTier": 31,
@@ -48,7 +48,7 @@ NAMES = {
     "Pipeline": 27,
     "PreemptionWatch": 28,
     "SecondaryTier": 28,
-    "FitRun": 25,
+    "FitRun": 23,
     "Training": 27,
     "Epoch": 25,
     "FitResume": 25,
@@ -66,8 +66,6 @@ NAMES = {
     "Together": 19,
     "_Drawer": 19,
     "Loops": 17,
-    "TrainerEvents": 16,
-    "TransformersCallback": 16,
     "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""

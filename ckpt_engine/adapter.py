@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckpt_engine.state.flatten import problems as problems
     from ckpt_engine.state.sharding import parts_of as parts_of
     from ckpt_engine.store.manifest import Manifest as Manifest
+    from ckpt_engine.undo import on_failure as on_failure
     from ckpt_engine.whose_code import of_framework as of_framework
 
 _HOMES = {
@@ -81,6 +82,7 @@ _HOMES = {
     "attach": "ckpt_engine.data.position",
     "load_config": "ckpt_engine.config",
     "of_framework": "ckpt_engine.whose_code",
+    "on_failure": "ckpt_engine.undo",
     "parts_of": "ckpt_engine.state.sharding",
     "problems": "ckpt_engine.state.flatten",
     "require_names": "ckpt_engine.data.private_names:require",
@@ -121,6 +123,7 @@ __all__ = [
     "attach",
     "load_config",
     "of_framework",
+    "on_failure",
     "parts_of",
     "problems",
     "require_names",

@@ -128,14 +128,20 @@ class FitParts:
     def unknown(self) -> str:
         """What of the state only the user's code knows: a step that has its batch cannot be undone. Or ""."""
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
-        what = ""
-        if is_overridden("on_save_checkpoint", self.modules[MODEL]):
-            what = "the model's on_save_checkpoint"
-        elif data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule):
-            what = "the data module's state"
-        for callback in callbacks_of(self._trainer):
-            if is_overridden("on_save_checkpoint", callback, parent=Callback) and not is_lightnings(type(callback)):
-                what = what or f"{type(callback).__name__}'s on_save_checkpoint"
+        has_state = data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule)
+        rows = (
+            (is_overridden("on_save_checkpoint", self.modules[MODEL]), "the model's on_save_checkpoint"),
+            (has_state, "the data module's state"),
+            *(
+                (
+                    is_overridden("on_save_checkpoint", one, parent=Callback),
+                    f"{type(one).__name__}'s on_save_checkpoint",
+                )
+                for one in callbacks_of(self._trainer)
+                if not is_lightnings(type(one))
+            ),
+        )
+        what = next((what for holds, what in rows if holds), "")
         return what and f"it is not known what of {what} the step has changed"
 
     def owner(self, path: tuple[Any, ...]) -> torch.nn.Module | torch.optim.Optimizer | None:
@@ -387,11 +393,12 @@ def kind_of(internals: LightningInternals, *, validated: bool) -> BoundaryKind:
     Args:
         validated: a validation ran since the last batch.
     """
-    if internals.batches_in_epoch == 0:
-        return BoundaryKind.START
-    if internals.accumulating:
-        return BoundaryKind.ACCUMULATING
-    return BoundaryKind.VALIDATED if validated else BoundaryKind.PLAIN
+    rows = (
+        (internals.batches_in_epoch == 0, BoundaryKind.START),
+        (internals.accumulating, BoundaryKind.ACCUMULATING),
+        (validated, BoundaryKind.VALIDATED),
+    )
+    return next((kind for holds, kind in rows if holds), BoundaryKind.PLAIN)
 
 
 def write_again(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,7 +18,7 @@ from ckpt_engine.data import exactness, native, rng, sampling, streams
 from ckpt_engine.data import exactness as fingerprints
 from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level, OnChange
-from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate
+from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, collate_watched
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.sample_assignment import Dealing, Recipe, recipe_of
 from ckpt_engine.data.sampling import RecordingSampler, ResumePlan, SamplerOrder, deref
@@ -63,15 +63,15 @@ class Starter:
     def mode(self) -> Mode:
         """The mode of the next epoch."""
         loader = self._loader
-        if self.why_replayed is not None:
-            return Mode.REPLAY
-        if self._iterable:
-            if native.has_native_position(loader):
-                return Mode.NATIVE
-            return Mode.SHIP if loader.num_workers > 0 and is_stateful(loader.dataset) else Mode.REPLAY
-        if self._sampler_attribute() not in loader.__dict__:
-            return Mode.REPLAY
-        return Mode.SHIP if loader.num_workers > 0 else Mode.SKIP
+        has_workers = loader.num_workers > 0
+        rows = (
+            (self.why_replayed is not None, Mode.REPLAY),
+            (native.has_native_position(loader), Mode.NATIVE),
+            (self._iterable and has_workers and is_stateful(loader.dataset), Mode.SHIP),
+            (self._iterable or self._sampler_attribute() not in loader.__dict__, Mode.REPLAY),
+            (has_workers, Mode.SHIP),
+        )
+        return next((mode for holds, mode in rows if holds), Mode.SKIP)
 
     def why_again(self, state: Mapping[str, Any]) -> str | None:
         """Why what the dataset said of its position in `state` is of no use."""
@@ -301,16 +301,14 @@ class Starter:
 
     def _resume_mode(self, state: Mapping[str, Any]) -> Mode:
         """The mode in which this loader can go on from `state`; fetching again always works."""
-        mode, saved = self.mode(), state["native"]
-        if self.why_again(state) is not None:
-            return Mode.REPLAY
-        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and native.is_torchdatas(self._loader):
-            return Mode.NATIVE
-        if mode is Mode.NATIVE:
-            return mode if saved is not None and saved["of"] == "dataset" else Mode.REPLAY
-        if self._iterable:
-            return mode if state["mode"] == mode else Mode.REPLAY
-        return mode if "order" in state else Mode.REPLAY
+        mode, saved_of = self.mode(), (state["native"] or {}).get("of")
+        rows = (
+            (self.why_again(state) is not None, Mode.REPLAY),
+            (state["mode"] == Mode.NATIVE and saved_of == "loader" and native.is_torchdatas(self._loader), Mode.NATIVE),
+            (mode is Mode.NATIVE, mode if saved_of == "dataset" else Mode.REPLAY),
+            (self._iterable, mode if state["mode"] == mode else Mode.REPLAY),
+        )
+        return next((one for holds, one in rows if holds), mode if "order" in state else Mode.REPLAY)
 
     def _init(self, epoch: Epoch, first: int) -> RoleInit:
         loader = self._loader
@@ -320,14 +318,8 @@ class Starter:
         order, dealing = state["order"], epoch.dealing
         return ResumePlan(
             skip=int(state["batches"]) + int(state["lost"]) - (0 if dealing is None else dealing.first),
-            at_iter=order["at_iter"],
-            at_first=order["at_first"],
-            digest=order["digest"],
-            draws=order["draws"],
-            outstanding=order["outstanding"],
+            order=order,
             holders={name: state.get(name, {}) for name in ("counters", "generators", "samplers")},
-            moves=order.get("moves", False),
-            restarts=order.get("restarts", False),
             dealt=None if dealing is None else dealing.rest(dealing.origin.order()),
         )
 
@@ -366,7 +358,7 @@ class Starter:
                 self._loader.collate_fn, self._loader.batch_size, self._loader.dataset
             )
         elif epoch.mode is Mode.NATIVE and native.repeats_work(self._loader.dataset):
-            replaced["collate_fn"] = WatchingCollate(self._loader.collate_fn, epoch.loaded)
+            replaced["collate_fn"] = partial(collate_watched, self._loader.collate_fn, epoch.loaded)
             epoch.watched = True
         if init is not None:
             replaced["worker_init_fn"] = init

@@ -225,14 +225,13 @@ class LoaderPosition:
                 f"{epoch.fetched} batches were fetched and the position of batch {consumed} is not remembered",
                 hint="attach(loader, lookahead=n) with n the number of batches the trainer holds",
             )
-        if epoch.exhausted and consumed == epoch.fetched:
-            phase = "ended" if asked_again else "fresh"
-        elif consumed == (epoch.total or self._starter.fingerprint()["batches"]) or (
-            consumed == epoch.fetched and epoch.ended()
-        ):
-            phase = "ended"
-        else:
-            phase = "within"
+        is_newest = consumed == epoch.fetched
+        rows = (
+            (is_newest and epoch.exhausted, "ended" if asked_again else "fresh"),
+            (consumed == (epoch.total or self._starter.fingerprint()["batches"]), "ended"),
+            (is_newest and epoch.ended(), "ended"),
+        )
+        phase = next((phase for holds, phase in rows if holds), "within")
         fetch = epoch.ring[consumed] if consumed < epoch.fetched else epoch.next_fetch(self.loader)
         return self._assemble(epoch, fetch, consumed, phase)
 
@@ -241,12 +240,7 @@ class LoaderPosition:
 
         The next `iter()` after loading it starts a new epoch, as it would have done here.
         """
-        if self._pending is not None:
-            return {**self._pending.state, "phase": "fresh"}
-        epoch = self._epoch
-        if epoch is None:
-            return self._assemble(None, None, 0, "fresh")
-        return self._assemble(epoch, epoch.next_fetch(self.loader), epoch.fetched, "fresh")
+        return {**self.state(self.fetched), "phase": "fresh"}
 
     def state_after(self, batches: int) -> State:
         """The position in an epoch that begins now, after so many batches, where none was recorded.

@@ -37,8 +37,8 @@ FLAGS = {
 NAMES = {
     "SharedCadence": 49,
     "Cadence": 39,
-    "Feed": 38,
-    "AcceleratedLoop": 36,
+    "Feed": 33,
+    "AcceleratedLoop": 35,
     "Tracker": 32,
     "NodeMemberTier": 31,
     "PrimaryTier": 25,
@@ -46,7 +46,7 @@ NAMES = {
     "Pipeline": 26,
     "PreemptionWatch": 28,
     "SecondaryTier": 27,
-    "FitRun": 25,
+    "FitRun": 23,
     "Training": 27,
     "Epoch": 25,
     "FitResume": 25,
@@ -64,8 +64,6 @@ NAMES = {
     "Together": 19,
     "_Drawer": 19,
     "Loops": 17,
-    "TrainerEvents": 16,
-    "TransformersCallback": 16,
     "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""

@@ -16,7 +16,7 @@ from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.tree import require_written_out
 from ckpt_engine.tools.float_formats import is_wider
-from ckpt_engine.tools.outline import OutlineLeaf, array_leaves, leaves
+from ckpt_engine.tools.outline import array_leaves, leaves
 
 _ARRAY_KINDS = ("tensor", "sharded", "ndarray")
 
@@ -110,14 +110,14 @@ def select(manifest: Manifest, component: str | None = None) -> Selection:
     stored: dict[tuple[str, str], ExportedArray] = {}
     tied: dict[str, str] = {}
     taken: set[str] = set()
-    for leaf in array_leaves(node):
-        if leaf.node["$"] not in _ARRAY_KINDS:
+    for path, leaf in array_leaves(node):
+        if leaf["$"] not in _ARRAY_KINDS:
             continue
-        array = _array(manifest, leaf, joint.join(leaf.path))
+        array = _array(manifest, leaf, joint.join(path))
         if array.name in taken or array.name == "__metadata__":
             raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
         taken.add(array.name)
-        same = stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)
+        same = stored.setdefault((array.entry, repr(leaf.get("view"))), array)
         if same is not array:
             tied[array.name] = same.name
     if not stored:
@@ -131,9 +131,9 @@ def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
     return tuple(sorted(arrays, key=lambda array: -item_bytes(array.dtype)))
 
 
-def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
-    entry = manifest.entries[leaf.entry]
-    if (view := leaf.node.get("view")) is None:
-        boxes = boxes_of(leaf.node, entry.shape)
-        return ExportedArray(name, entry.dtype, entry.shape, leaf.entry, None, boxes if len(boxes) > 1 else ())
-    return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf.entry, view)
+def _array(manifest: Manifest, leaf: Mapping[str, Any], name: str) -> ExportedArray:
+    entry = manifest.entries[leaf["entry"]]
+    if (view := leaf.get("view")) is None:
+        boxes = boxes_of(leaf, entry.shape)
+        return ExportedArray(name, entry.dtype, entry.shape, leaf["entry"], None, boxes if len(boxes) > 1 else ())
+    return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf["entry"], view)

@@ -97,15 +97,7 @@ def _put_together(array: ExportedArray, stored: bytes) -> bytes:
 def _cut_view(array: ExportedArray, view: Mapping[str, Any], whole: bytes) -> Iterator[bytes]:
     """The bytes of a view in C order; a few at a time, as it may repeat what it has."""
     size = item_bytes(array.stored or array.dtype)
-    strides = (*(step * size for step in view["stride"]), 1)
-    raw = np.frombuffer(whole, np.uint8, offset=view["byte_offset"])
-    yield from _in_blocks(np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False))
-
-
-def _in_blocks(rows: Any) -> Iterator[bytes]:
-    if rows.nbytes <= _BLOCK_BYTES:
-        yield rows.tobytes()
-        return
-    step = _BLOCK_BYTES // rows[0].nbytes
-    for start in range(0, len(rows), step or 1):
-        yield from (rows[start : start + step].tobytes(),) if step else _in_blocks(rows[start])
+    strides = [step * size for step in view["stride"]]
+    elements = np.ndarray(array.shape, f"V{size}", whole, view["byte_offset"], strides).flat
+    for start in range(0, len(elements), _BLOCK_BYTES // size):
+        yield elements[start : start + _BLOCK_BYTES // size].tobytes()

@@ -176,11 +176,8 @@ class Comparison:
             if key in a and key in b:
                 yield from go_on(a[key], b[key], (*path, key))
             else:
-                there, where = (a, "the first") if key in a else (b, "the second")
-                text = f"only in {where}", _ABSENT
-                yield LeafDifference(
-                    "/".join((*path, key)), DifferenceKind.MISSING, *(text if there is a else text[::-1])
-                )
+                sides = ("only in the first", _ABSENT) if key in a else (_ABSENT, "only in the second")
+                yield LeafDifference("/".join((*path, key)), DifferenceKind.MISSING, *sides)
 
 
 class _Side:

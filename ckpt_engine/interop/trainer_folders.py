@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from ckpt_engine.errors import CorruptError, ForeignError, MismatchError
+from ckpt_engine.errors import ForeignError, MismatchError
 from ckpt_engine.interop import safe_load, weight_files
 from ckpt_engine.interop.folder_files import MODEL, MODEL_TORCH, SCALER, optional, recorded_streams
 from ckpt_engine.interop.imported import Advance, Imported, whole_number
 from ckpt_engine.interop.legacy_streams import to_legacy
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE, is_kept_file, recognise
+from ckpt_engine.store.json_checks import reading
 from ckpt_engine.store.manifest import SnapshotInfo
 
 CONFIG = "config.json"
@@ -97,11 +98,9 @@ def read_transformers(folder: Path, advance: Advance) -> Imported:
         )
     if model is None:
         raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")
-    try:
+    with reading(f"{folder / STATE_FILE} is not the state of a Trainer"):
         trainer_state = json.loads((folder / STATE_FILE).read_bytes())
         step, epoch = whole_number(trainer_state["global_step"]), whole_number((trainer_state.get("epoch") or 0) // 1)
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{folder / STATE_FILE} is not the state of a Trainer: {err}") from err
     states = {key: optional(folder, advance, name) for key, name in _STATES.items()}
     state: dict[str, Any] = {"model": model, **{key: one for key, one in states.items() if one is not None}}
     notes = [f"no {key} in the folder" for key in ("optimizer", "scheduler") if key not in state]

@@ -15,6 +15,7 @@ from ckpt_engine.errors import CorruptError, StorageMissingError
 from ckpt_engine.interop import safe_load
 from ckpt_engine.interop.imported import Advance
 from ckpt_engine.store.container import DTYPES
+from ckpt_engine.store.json_checks import reading
 
 
 def write(state_dict: Mapping[str, Any], folder: Path, name: str, torch_name: str) -> tuple[str, ...]:
@@ -68,11 +69,9 @@ def _parts(folder: Path, name: str) -> list[Path]:
         return [folder / name]
     if not (index := folder / f"{name}.index.json").exists():
         return []
-    try:
+    with reading(f"{index} is not an index of weights"):
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = [folder / Path(one).name for one in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{index} is not an index of weights: {err}") from err
     for file in files:
         if not file.exists():
             raise StorageMissingError(f"{file}, a part of the weights, is missing")

@@ -26,7 +26,7 @@ from torch.futures import Future
 from ckpt_engine.copy.job import KeySkeleton
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError
 from ckpt_engine.grouping import grouped
-from ckpt_engine.interop.dcp_container import Block, Container, DcpArray, DcpItem, host
+from ckpt_engine.interop.dcp_container import Block, Container, DcpArray, DcpItem, host, put_at
 from ckpt_engine.interop.dcp_reader import CkptReader, NamedByStep, Root, Save, config_of, parsed_of, step_of
 from ckpt_engine.ranks.boxes import Grid, tiles
 from ckpt_engine.snapshot.save_request import software
@@ -251,7 +251,7 @@ def manifest_of(
     for name, node in nodes.items():
         if isinstance(node, dict) and node.get("$") == "tensor" and (grid := made[node["entry"]][1]) is not None:
             node = {**node, "$": "sharded", "blocks": grid}
-        _put(tree, paths.get(name, (name,)), node)
+        put_at(tree, paths.get(name, (name,)), node, _Inner)
     whole = {key: _plain(node) for key, node in tree.items()}
     sizes = {name: entry.nbytes for name, entry in entries.items()}
     parsed = parsed_of(snapshot)
@@ -284,12 +284,6 @@ def _entry(name: str, found: Iterable[tuple[Block, str]], files: Mapping[str, in
     pieces = tuple(replace(piece, file=files[file]) for block, file in ordered for piece in block.entry.pieces)
     grid = None if Grid(whole, boxes, ()).is_rows else [[list(box.offsets), list(box.shape)] for box in boxes]
     return replace(first.entry, shape=whole, pieces=pieces), grid
-
-
-def _put(root: dict[Any, Any], path: TreePath, node: Any) -> None:
-    for key in path[:-1]:
-        root = root.setdefault(key, _Inner())
-    root[path[-1]] = node
 
 
 class _Inner(dict[Any, Any]):

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,27 +76,50 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalar rules above instead of YAML 1.1's, and with bounds that no file of options meets.
 
     What an alias stands for counts each time: a few of them can stand for more than any memory holds.
+
+    Args:
+        file: the name of the file, for messages.
+
+    Attributes:
+        lines: the 1-based line of each key and list item.
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own class attribute
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, file: str) -> None:
         super().__init__(content)
-        self._nodes = self._depth = 0
+        self._file = file
+        self._nodes = 0
+        self._path: tuple[Any, ...] = ()
         self._sizes: dict[str, int] = {}
+        self.lines: dict[KeyPath, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, which is at `index` in its parent: a number, the node of its key, or None for a key itself.
+
+        Raises:
+            ConfigError: a mapping names a key twice; YAML readers would silently take the last one.
+        """
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        before, self._depth = self._nodes, self._depth + 1
+        before, outer = self._nodes, self._path
         is_alias, anchor = isinstance(event, yaml.AliasEvent), event.anchor
         if is_alias and anchor in self.anchors and anchor not in self._sizes:
             raise ComposerError(None, None, "an alias that contains itself", event.start_mark)
         self._nodes += self._sizes.get(anchor, 1) if is_alias else 1
-        if self._nodes > _MAX_NODES or self._depth > _MAX_DEPTH:
-            what = "nested too deeply" if self._depth > _MAX_DEPTH else f"more than {_MAX_NODES:,} keys and values"
+        if self._nodes > _MAX_NODES or len(outer) >= _MAX_DEPTH:
+            what = "nested too deeply" if len(outer) >= _MAX_DEPTH else f"more than {_MAX_NODES:,} keys and values"
             raise ComposerError(None, None, what, event.start_mark)
+        key = index if isinstance(index, yaml.Node) else None
+        self._path = (*outer, index if key is None else str(key.value))
+        here, line = self._path[1:], (event if key is None else key).start_mark.line + 1
+        if key is not None and here in self.lines and key.tag != "tag:yaml.org,2002:merge":
+            raise ConfigError(
+                f"{self._file}, line {line}: {_dotted(here)}: given twice, first on line {self.lines[here]}",
+                hint="leave one of them",
+            )
+        self.lines[here] = line
         node = super().compose_node(parent, index)
-        self._depth -= 1
+        self._path = outer
         if anchor is not None:
             self._sizes[anchor] = self._nodes - before
         return node
@@ -146,42 +169,12 @@ def read_document(path: str | os.PathLike[str]) -> OptionSource:
         line = content.count(b"\n") + 1
         raise ConfigError(f"{name}, line {line}: the file has more than {_MAX_BYTES:,} bytes", hint=_INIT)
     try:
-        loader = _Loader(content)
-        if (node := loader.get_single_node()) is None:
-            return OptionSource(name, None)
-        lines = dict(_lines(name, node, (), set()))
-        return OptionSource(name, loader.construct_document(node), lines)
+        loader = _Loader(content, name)
+        node = loader.get_single_node()
+        return OptionSource(name, node and loader.construct_document(node), loader.lines)
     except yaml.YAMLError as err:
         where = _where(err, content)
         raise ConfigError(f"{name}{where}: not valid YAML: {_shortened(_what(err))}", hint=_INIT) from err
-
-
-def _lines(file: str, node: yaml.Node, path: KeyPath, seen: set[int]) -> Iterator[tuple[KeyPath, int]]:
-    """The line of each key and item.
-
-    Raises:
-        ConfigError: a mapping names a key twice; YAML readers would silently take the last one.
-    """
-    # A node reached twice is an alias; following it again would never end where it contains itself.
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.MappingNode):
-        first: dict[str, int] = {}
-        for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in first and key.tag != "tag:yaml.org,2002:merge":
-                raise ConfigError(
-                    f"{file}, line {line}: {_dotted((*path, name))}: given twice, first on line {first[name]}",
-                    hint="leave one of them",
-                )
-            first[name] = line
-            yield (*path, name), line
-            yield from _lines(file, value, (*path, name), seen)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield (*path, index), item.start_mark.line + 1
-            yield from _lines(file, item, (*path, index), seen)
 
 
 def _dotted(path: KeyPath) -> str:

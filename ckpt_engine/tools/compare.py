@@ -249,10 +249,8 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> LeafDifference | Non
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return LeafDifference(path, DifferenceKind.FORM, _form(a), _form(b))
     flat_a, flat_b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
-    if not flat_a.numel():
-        return None
     size = flat_a.element_size()
-    unequal = (flat_a.view(torch.uint8) != flat_b.view(torch.uint8)).view(-1, size).any(1)
+    unequal = (flat_a.view(torch.uint8) != flat_b.view(torch.uint8)).view(len(flat_a), size).any(1)
     if not (count := int(unequal.sum())):
         return None
     first = int(unequal.nonzero()[0])

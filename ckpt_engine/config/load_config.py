@@ -18,6 +18,8 @@ import stat
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import SECTION, Config, Tier
+from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.config.reporting import Log, Status
 from ckpt_engine.config.sections import Best, Keep, Preemption, ResumeChanges, Section, Source
 from ckpt_engine.errors import ConfigError
@@ -66,6 +69,8 @@ _SECTIONS: Mapping[str, type[Section]] = {
     "log": Log,
     "resume": ResumeChanges,
 }
+_NO_MAPPING = ("model_type", "model_attributes_type", "dict_type")
+"""What pydantic calls the error of a value that is none."""
 _MAX_VALUE_CHARACTERS = 60
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 _INIT = "`ckpt init` writes a file that is right"
@@ -285,17 +290,12 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
         return unknown_key(loc)
     if kind == "missing":
         return "missing; name a folder for the snapshots" if loc in (("tiers",), ("tiers", 0, "url")) else "missing"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        section = _section(loc)
-        text = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
-    elif kind == "tuple_type":
-        text = "must be a list"
-    else:
-        text = str(detail["msg"])
+    section = _section(loc)
+    mapping = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
+    of_kinds = {**dict.fromkeys(_NO_MAPPING, mapping), "tuple_type": "must be a list"}
+    text = of_kinds.get(kind, str(detail["msg"]))
     hint = detail.get("ctx", {}).get("hint", "")
-    value: Any = values
-    for part in path:
-        value = value[part]
+    value: Any = reduce(getitem, path, values)
     secret = path[0] == "on" or (path[0] == "preemption" and ("headers" in path or isinstance(value, dict)))
     secret |= path[0] == "tiers" and (
         path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text
@@ -397,10 +397,6 @@ def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
         raise _error(problems, count) from None  # it says all that pydantic does
     if problems:
         raise _error(problems, len(problems))
-    if "CKPT_REHEARSAL" not in os.environ:
-        return config
-    from ckpt_engine.config.rehearsal import Rehearsal
-
     rehearsal = Rehearsal.of_environment()
     rehearsed = rehearsal.options(config.root_url, config.options()) if rehearsal is not None else None
     return config if rehearsed is None else load_config(rehearsed)

@@ -35,7 +35,6 @@ from ckpt_engine.config.option_types import (
     Share,
     checked,
     one_of,
-    option_error,
     parse_count,
     parse_duration_seconds,
     parse_wait_seconds,
@@ -72,18 +71,21 @@ def _options(value: object) -> dict[str, Any]:
 
 def _not_lossy(value: object) -> object:
     """Everything but codecs that lose bits, which resuming exactly does not allow."""
-    if isinstance(value, str) and re.fullmatch(_LOSSY, value.lower()):
-        raise option_error(
-            f"{value!r} would lose bits, and the run its exactness: all codecs are lossless; delta is the smallest"
+    is_lossy = isinstance(value, str) and re.fullmatch(_LOSSY, value.lower())
+    refuse(
+        (
+            is_lossy,
+            f"{value!r} would lose bits, and the run its exactness: all codecs are lossless; delta is the smallest",
         )
+    )
     return value
 
 
 def _of_a_package(codec: str) -> bool:
     """Whether an installed package registers this codec, and it encodes a tensor by itself."""
     made = plugin(CODECS, codec)
-    if made is not None and made.needs_base:
-        raise option_error(f"the codec {codec!r} needs the bytes of an older snapshot, which only ours are given")
+    needs_base = made is not None and made.needs_base
+    refuse((needs_base, f"the codec {codec!r} needs the bytes of an older snapshot, which only ours are given"))
     return made is not None
 
 
@@ -184,7 +186,7 @@ class Tiers(tuple[Tier, ...]):
     def of(cls, listed: tuple[Tier, ...]) -> Self:
         """The tiers as they are written, `memory` first among them or not there at all."""
         tiers = cls(tier for tier in listed if tier.url != MEMORY)
-        tiers.memory = listed[0] if listed[0].url == MEMORY else None
+        tiers.memory = next((tier for tier in listed if tier.url == MEMORY), None)
         return tiers
 
     @property
@@ -341,12 +343,15 @@ class Config(Section):
     def _tiers_fit_together(cls, listed: tuple[Tier, ...], info: ValidationInfo) -> Tiers:
         own = {"protect": info.data["protect"]} if info.data.get("protect") is not None else {}
         listed = tuple(one if one.protect or one.url == MEMORY else one.model_copy(update=own) for one in listed)
-        if any(tier.url == MEMORY for tier in listed[1:]):
-            raise option_error("the memory tier is the nearest one: it comes first, and once")
-        tiers = Tiers.of(listed) if listed else None
-        if not tiers:
-            more = ", too: memory does not outlive the machine" if listed else ""
-            raise option_error(f"must name a folder or storage URL{more}")
+        tiers = Tiers.of(listed)
+        more = ", too: memory does not outlive the machine" if listed else ""
+        refuse(
+            (
+                any(tier.url == MEMORY for tier in listed[1:]),
+                "the memory tier is the nearest one: it comes first, and once",
+            ),
+            (not tiers, f"must name a folder or storage URL{more}"),
+        )
         first, places = tiers[0], {tier.url.rstrip("/") for tier in tiers}
         given = [name for name in ("every", "every_n_steps") if getattr(first, name) is not None]
         refuse(

@@ -8,7 +8,7 @@ them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -42,14 +42,16 @@ def write_arrays(
     }
     out.write(container.build_header(rows, metadata))
     loss = Loss()
-    views: dict[str, bytearray] = {}
+    views: dict[str, bytes] = {}
     for array in selection.arrays:
-        blocks = _blocks(sources, manifest, array)
+        parts: Iterable[bytes | bytearray] = _blocks(sources, manifest, array)
         if array.view is not None:  # thousands of them may lie in one entry
             if array.entry not in views:
-                views[array.entry] = bytearray().join(blocks)
-            blocks = iter((views[array.entry],))
-        for stored in _in_order(array, blocks):
+                views[array.entry] = b"".join(parts)
+            parts = _cut_view(array, array.view, views[array.entry])
+        elif array.boxes:
+            parts = [_put_together(array, b"".join(parts))]
+        for stored in parts:
             block = stored if array.stored is None else narrow(stored, array.stored, array.dtype, loss)
             out.write(block)
             advance(len(block))
@@ -70,16 +72,6 @@ def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Itera
                 hint="`ckpt verify` shows which snapshots are whole",
             ) from err
         yield block
-
-
-def _in_order(array: ExportedArray, blocks: Iterator[bytearray]) -> Iterator[bytes | bytearray]:
-    """The bytes of an array in C order."""
-    if array.view is not None:
-        yield from _cut_view(array, array.view, b"".join(blocks))
-    elif array.boxes:
-        yield _put_together(array, b"".join(blocks))
-    else:
-        yield from blocks
 
 
 def _put_together(array: ExportedArray, stored: bytes) -> bytes:

@@ -28,6 +28,12 @@ from ckpt_engine.store.manifest import SnapshotInfo
 
 CONFIG = "config.json"
 _STATES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": SCALER}
+_WITHOUT = {
+    "optimizers": "no optimizer state in the snapshot: the Trainer resumes with a fresh one",
+    "schedulers": "no scheduler state in the snapshot: the Trainer resumes with a fresh one",
+    "streams": "no random streams in the snapshot: the Trainer leaves them as they are",
+}
+"""What it means for the Trainer that a snapshot lacks one of its `StateParts`."""
 STREAMS_FILE = "rng_state.pth"
 _TRAINER_STREAMS = ("python", "numpy", "cpu", "cuda")
 STATE_FILE = "trainer_state.json"
@@ -64,15 +70,12 @@ def write_transformers(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, 
     if parts.trainer_state is None:
         return (*notes, "no state of a Trainer in the snapshot: this is for from_pretrained, and not for resuming")
     states = (parts.optimizers, parts.schedulers, parts.scalers)
-    for (kind, name), found in zip(_STATES.items(), states, strict=True):
+    for name, found in zip(_STATES.values(), states, strict=True):
         for one in list(found.values())[:1]:
             torch.save(one, folder / name)
-        if not found and kind != "scaler":
-            notes.append(f"no {kind} state in the snapshot: the Trainer resumes with a fresh one")
     if parts.streams is not None:
         write_streams(parts.streams, folder)
-    else:
-        notes.append("no random streams in the snapshot: the Trainer leaves them as they are")
+    notes += [note for part, note in _WITHOUT.items() if not getattr(parts, part)]
     # A Trainer that resumes counts on an entry for its own switches when it saves next.
     callbacks = {**_SWITCHES, **(parts.trainer_state.get("stateful_callbacks") or {})}
     text = json.dumps({**parts.trainer_state, "stateful_callbacks": callbacks}, indent=2, sort_keys=True)

@@ -45,8 +45,8 @@ class VirtualClock:
         return 1.7e9 + self.now
 
 
-class Ruled(SnapshotTimer):
-    """Takes a snapshot as soon as the interval that a rule gives is over, whatever became of the ones before.
+class Ruled:
+    """Takes a snapshot as soon as the interval that a rule gives is over.
 
     Args:
         seconds: the interval, counted from the end of the snapshot before.
@@ -64,6 +64,15 @@ class Ruled(SnapshotTimer):
 
     def taken(self, step: int, _stall: float, _wait: float = 0.0, /) -> None:
         self.start(step)
+
+    def skipped(self, _step: int, _reason: str, /) -> None:
+        """It stays due."""
+
+    def committed(self, _step: int, _latency: float, _written: float, _busy: float | None = None, /) -> None:
+        """The interval does not depend on it."""
+
+    def failed(self, _step: int, /) -> None:
+        """The next one comes at the usual interval."""
 
     @property
     def quiet(self) -> tuple[float, float]:

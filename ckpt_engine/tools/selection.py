@@ -5,12 +5,14 @@ Tied tensors are stored once, as `safetensors.torch.save_model` does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ckpt_engine.errors import MismatchError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Manifest
@@ -19,6 +21,8 @@ from ckpt_engine.tools.float_formats import is_wider
 from ckpt_engine.tools.outline import array_leaves, leaves
 
 _ARRAY_KINDS = ("tensor", "sharded", "ndarray")
+_METADATA = "__metadata__"
+"""What a file of safetensors has besides arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +111,18 @@ def select(manifest: Manifest, component: str | None = None) -> Selection:
         )
     node, joint = (dict(manifest.tree), "/") if component is None else (manifest.tree[component], ".")
     require_written_out(node, manifest.entries)
-    stored: dict[tuple[str, str], ExportedArray] = {}
-    tied: dict[str, str] = {}
-    taken: set[str] = set()
-    for path, leaf in array_leaves(node):
-        if leaf["$"] not in _ARRAY_KINDS:
-            continue
-        array = _array(manifest, leaf, joint.join(path))
-        if array.name in taken or array.name == "__metadata__":
-            raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
-        taken.add(array.name)
-        same = stored.setdefault((array.entry, repr(leaf.get("view"))), array)
-        if same is not array:
-            tied[array.name] = same.name
-    if not stored:
+    arrays = [
+        _array(manifest, leaf, joint.join(path)) for path, leaf in array_leaves(node) if leaf["$"] in _ARRAY_KINDS
+    ]
+    if not arrays:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
-    others = [one for one in leaves(node) if not isinstance(one, dict) or one.get("$") not in _ARRAY_KINDS]
-    return Selection(_aligned(stored.values()), tied, len(others))
+    name, many = Counter([_METADATA, *(array.name for array in arrays)]).most_common(1)[0]
+    if many > 1:
+        raise MismatchError(f"two arrays of {manifest.info.id} would be called {name!r} in the file")
+    stored = grouped(((array.entry, repr(array.view)), array) for array in arrays).values()
+    tied = {other.name: first.name for first, *others in stored for other in others}
+    values = [one for one in leaves(node) if not isinstance(one, dict) or one.get("$") not in _ARRAY_KINDS]
+    return Selection(_aligned(first for first, *_ in stored), tied, len(values))
 
 
 def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:

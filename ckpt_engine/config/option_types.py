@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Annotated
@@ -313,21 +314,18 @@ def web_address(value: object) -> str:
         ValueError: anything else.
     """
     text = nonempty_text(value)
-    try:
+    with suppress(ValueError):  # such as half of an IPv6 address, or a port that is no number
         parts = urlsplit(text)
-        usable = (
+        if (
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
             and parts.username is None
             and parts.port != 0
             and text.isprintable()
             and len(text.split()) == 1
-        )
-    except ValueError:  # such as half of an IPv6 address, or a port that is no number
-        usable = False
-    if not usable:
-        raise ValueError("must be a URL that starts with http:// or https:// and names a host, without a user")
-    return text
+        ):
+            return text
+    raise ValueError("must be a URL that starts with http:// or https:// and names a host, without a user")
 
 
 def parse_expression(value: object) -> str:

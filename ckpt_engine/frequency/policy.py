@@ -305,7 +305,6 @@ def settle(current_steps: int | None, wanted: Decision, *, held_back: bool) -> D
     steps = current_steps if stays else target
     if wanted.bounds.feasible:
         steps = min(steps, wanted.bounds.rpo)
-    steps = max(1, steps)
     return wanted if steps == wanted.interval_steps else replace(wanted, interval_steps=steps)
 
 

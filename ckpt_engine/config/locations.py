@@ -1,4 +1,4 @@
-"""The names of places for snapshots, as options and ROOT take them."""
+"""The names of places for snapshots."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Annotated
@@ -313,21 +314,18 @@ def web_address(value: object) -> str:
         ValueError: anything else.
     """
     text = nonempty_text(value)
-    try:
+    with suppress(ValueError):  # such as half of an IPv6 address, or a port that is no number
         parts = urlsplit(text)
-        usable = (
+        if (
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
             and parts.username is None
             and parts.port != 0
             and text.isprintable()
             and len(text.split()) == 1
-        )
-    except ValueError:  # such as half of an IPv6 address, or a port that is no number
-        usable = False
-    if not usable:
-        raise ValueError("must be a URL that starts with http:// or https:// and names a host, without a user")
-    return text
+        ):
+            return text
+    raise ValueError("must be a URL that starts with http:// or https:// and names a host, without a user")
 
 
 def parse_expression(value: object) -> str:
@@ -345,13 +343,13 @@ def parse_command(value: object) -> list[str]:
     Raises:
         ValueError: anything else.
     """
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError("must be a list of a program and its arguments, such as [./preempted.sh, --now]")
-    if not all(isinstance(item, str) for item in value):
-        raise ValueError("must be a list of texts; put numbers in quotes")
-    if any("\0" in item for item in value):
-        raise ValueError("must not contain a zero byte")
-    return [nonempty_text(value[0]), *value[1:]]
+    items = value if isinstance(value, list | tuple) else ()
+    refuse(
+        (not items, "must be a list of a program and its arguments, such as [./preempted.sh, --now]"),
+        (not all(isinstance(item, str) for item in items), "must be a list of texts; put numbers in quotes"),
+        (any("\0" in str(item) for item in items), "must not contain a zero byte"),
+    )
+    return [nonempty_text(items[0]), *items[1:]]
 
 
 def parse_headers(value: object) -> dict[str, str]:

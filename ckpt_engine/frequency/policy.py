@@ -115,12 +115,14 @@ class Bounds:
     def binding(self) -> str:
         """The constraint that determines `target`, in the words of the settings."""
         target = self.target
-        if target == self.failure:
-            return "failure rate"
-        if target < self.failure and self.feasible:
-            return "max_lost_work"
-        named = (("budget", self.budget), ("back-pressure", self.backpressure), ("bandwidth", self.io))
-        return next((name for name, steps in named if steps == target), "step time")
+        binds = {
+            "failure rate": target == self.failure,
+            "max_lost_work": target < self.failure and self.feasible,
+            "budget": target == self.budget,
+            "back-pressure": target == self.backpressure,
+            "bandwidth": target == self.io,
+        }
+        return next((name for name, decides in binds.items() if decides), "step time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +305,6 @@ def settle(current_steps: int | None, wanted: Decision, *, held_back: bool) -> D
     steps = current_steps if stays else target
     if wanted.bounds.feasible:
         steps = min(steps, wanted.bounds.rpo)
-    steps = max(1, steps)
     return wanted if steps == wanted.interval_steps else replace(wanted, interval_steps=steps)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,13 @@ def host(tensor: torch.Tensor, where: str) -> torch.Tensor:
             f"cannot store tensor at {where}: {problem}", hint="convert it to a dense tensor in the state you save"
         )
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def put_at(root: dict[Any, Any], path: Sequence[Any], value: Any, inner: Callable[[], dict[Any, Any]] = dict) -> None:
+    """Puts a value into dicts in each other; `inner` makes those that are not there yet."""
+    for key in path[:-1]:
+        root = root.setdefault(key, inner())
+    root[path[-1]] = value
 
 
 class Container:

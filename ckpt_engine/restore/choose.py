@@ -87,8 +87,14 @@ class SearchLog:
                 found.setdefault(url, UnreachableTier(url, StorageError.code, why))
         return tuple(found.values())
 
-    def reject(self, snapshot: str, error: CkptError) -> None:
-        """Note why a snapshot is not used."""
+    def reject(self, snapshot: str, error: CkptError, *, places: int = 0) -> None:
+        """Note why a snapshot is not used.
+
+        Raises:
+            StorageError: there is 1 place, and it does not say what it has.
+        """
+        if places == 1 and not isinstance(error, FormatError | StorageMissingError):
+            raise error
         self.rejected.append(RejectedCandidate(snapshot, error.code, error.message))
 
 
@@ -163,9 +169,7 @@ def candidates(
         try:
             first = next(copies)
         except (FormatError, StorageError) as err:
-            if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
-                raise
-            search.reject(parsed.id, err)
+            search.reject(parsed.id, err, places=len(where))
             if all(_is_unfinished(parsed.id, one) for one in holders[parsed]):
                 search.unfinished.add(parsed.id)
             continue
@@ -201,9 +205,8 @@ def _nearest_first(
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
     store it themselves once the first candidate has turned out to be of no use.
     """
-    far, near = list[Repository](), list[Repository]()
-    for place in holders:
-        (far if place.storage.capabilities.slow_answers else near).append(place)
+    far = [place for place in holders if place.storage.capabilities.slow_answers]
+    near = [place for place in holders if place not in far]
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
@@ -264,10 +267,8 @@ class _Copies:
 
     def sources(self) -> tuple[Repository, ...]:
         """The places to read from, in this order: what nodes have themselves before what is far away."""
-        near, far = list[Repository](), list[Repository]()
-        for place in self.parts:
-            (far if place.storage.capabilities.nodes is None else near).append(place)
-        return (*near, *self.whole, *far)
+        near = [place for place in self.parts if place.storage.capabilities.nodes is not None]
+        return (*near, *self.whole, *(place for place in self.parts if place not in near))
 
 
 def _assemble(
@@ -284,12 +285,10 @@ def _assemble(
             known[text] = manifest
             there = sizes(place)
             lacking = [file for file in manifest.files if there.get(file.name) != file.nbytes]
-            for kind in kinds:
-                if kind.manifest == manifest:
-                    kind.lacking.intersection_update(lacking)
-                    break
-            else:
+            kind = next((one for one in kinds if one.manifest == manifest), None)
+            if kind is None:
                 kinds.append(kind := _Copies(manifest, set(lacking)))
+            kind.lacking.intersection_update(lacking)
             if not lacking:
                 kind.whole.append(place)
                 continue

@@ -393,12 +393,11 @@ def kind_of(internals: LightningInternals, *, validated: bool) -> BoundaryKind:
     Args:
         validated: a validation ran since the last batch.
     """
-    rows = (
-        (internals.batches_in_epoch == 0, BoundaryKind.START),
-        (internals.accumulating, BoundaryKind.ACCUMULATING),
-        (validated, BoundaryKind.VALIDATED),
-    )
-    return next((kind for holds, kind in rows if holds), BoundaryKind.PLAIN)
+    if internals.batches_in_epoch == 0:
+        return BoundaryKind.START
+    if internals.accumulating:
+        return BoundaryKind.ACCUMULATING
+    return BoundaryKind.VALIDATED if validated else BoundaryKind.PLAIN
 
 
 def write_again(

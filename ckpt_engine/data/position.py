@@ -225,13 +225,14 @@ class LoaderPosition:
                 f"{epoch.fetched} batches were fetched and the position of batch {consumed} is not remembered",
                 hint="attach(loader, lookahead=n) with n the number of batches the trainer holds",
             )
-        is_newest = consumed == epoch.fetched
-        rows = (
-            (is_newest and epoch.exhausted, "ended" if asked_again else "fresh"),
-            (consumed == (epoch.total or self._starter.fingerprint()["batches"]), "ended"),
-            (is_newest and epoch.ended(), "ended"),
-        )
-        phase = next((phase for holds, phase in rows if holds), "within")
+        if epoch.exhausted and consumed == epoch.fetched:
+            phase = "ended" if asked_again else "fresh"
+        elif consumed == (epoch.total or self._starter.fingerprint()["batches"]) or (
+            consumed == epoch.fetched and epoch.ended()
+        ):
+            phase = "ended"
+        else:
+            phase = "within"
         fetch = epoch.ring[consumed] if consumed < epoch.fetched else epoch.next_fetch(self.loader)
         return self._assemble(epoch, fetch, consumed, phase)
 

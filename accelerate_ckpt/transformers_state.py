@@ -147,23 +147,16 @@ class TrainerSurroundings(Surroundings):
         loss = {**saved["loss"], "flos": saved["loss"]["flos"] * ranks / self._size}  # of all ranks they are added up
         loss["last_logged"] += moved
         loss["first"] += moved
-        until = ", and as much further to max_steps" if self._trainer.args.max_steps > 0 else ""
-        is_seen = self._internals.restore_running_loss(loss)
-        rows = (
-            (
-                moved and not self._rank,
-                "count of steps",
-                f"with this loader an epoch has other steps: the trainer counts on {moved:+d} from there{until}, and "
-                "the schedule of learning rates does not",
-            ),
-            (not is_seen, "running loss", _SINCE_THE_RESUME),
-            (
-                is_seen and self._size % ranks and bool(loss["loss"]) and not self._rank,
-                "running loss",
-                f"each rank has that of saved rank r mod {ranks}: the next logged loss is not the mean of all",
-            ),
-        )
-        missing = [NotRestored(name, why) for holds, name, why in rows if holds]
+        missing = []
+        if moved and not self._rank:
+            until = ", and as much further to max_steps" if self._trainer.args.max_steps > 0 else ""
+            why = f"with this loader an epoch has other steps: the trainer counts on {moved:+d} from there{until}"
+            missing.append(NotRestored("count of steps", f"{why}, and the schedule of learning rates does not"))
+        if not self._internals.restore_running_loss(loss):
+            missing.append(NotRestored("running loss", _SINCE_THE_RESUME))
+        elif self._size % ranks and bool(loss["loss"]) and not self._rank:
+            why = f"each rank has that of saved rank r mod {ranks}: the next logged loss is not the mean of all"
+            missing.append(NotRestored("running loss", why))
         return missing + self._restore_callbacks([(name, json.loads(text)) for name, text in saved["callbacks"]])
 
     def share_history(self, agree: Callable[[Callable[[], list[Any]]], list[Any]]) -> None:

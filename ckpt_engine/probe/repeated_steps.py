@@ -45,14 +45,15 @@ def steps_behind(lives: Sequence[ProcessRows], calls: int) -> dict[int, Row]:
 
 def what_differs(row: Row, other: Row) -> str:
     """Which part of a step is not the same, the first one in the order in which one follows from the other; or ""."""
-    rows = (
-        (row.optimizer != other.optimizer, "weights"),
-        (row.batch and other.batch and row.batch != other.batch, "batch"),
-        (row.stream != other.stream or (row.streams and other.streams and row.streams != other.streams), "random"),
-        (row.rates != other.rates, "learning_rate"),
-        (row.plan == other.plan and row.words != other.words, "weights"),
-    )
-    return next((what for differs, what in rows if differs), "")
+    if row.optimizer != other.optimizer:
+        return "weights"
+    if row.batch and other.batch and row.batch != other.batch:
+        return "batch"
+    if row.stream != other.stream or (row.streams and other.streams and row.streams != other.streams):
+        return "random"
+    if row.rates != other.rates:
+        return "learning_rate"
+    return "weights" if row.plan == other.plan and row.words != other.words else ""
 
 
 class RepeatedSteps:

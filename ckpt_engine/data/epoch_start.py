@@ -63,15 +63,15 @@ class Starter:
     def mode(self) -> Mode:
         """The mode of the next epoch."""
         loader = self._loader
-        has_workers = loader.num_workers > 0
-        rows = (
-            (self.why_replayed is not None, Mode.REPLAY),
-            (native.has_native_position(loader), Mode.NATIVE),
-            (self._iterable and has_workers and is_stateful(loader.dataset), Mode.SHIP),
-            (self._iterable or self._sampler_attribute() not in loader.__dict__, Mode.REPLAY),
-            (has_workers, Mode.SHIP),
-        )
-        return next((mode for holds, mode in rows if holds), Mode.SKIP)
+        if self.why_replayed is not None:
+            return Mode.REPLAY
+        if self._iterable:
+            if native.has_native_position(loader):
+                return Mode.NATIVE
+            return Mode.SHIP if loader.num_workers > 0 and is_stateful(loader.dataset) else Mode.REPLAY
+        if self._sampler_attribute() not in loader.__dict__:
+            return Mode.REPLAY
+        return Mode.SHIP if loader.num_workers > 0 else Mode.SKIP
 
     def why_again(self, state: Mapping[str, Any]) -> str | None:
         """Why what the dataset said of its position in `state` is of no use."""
@@ -301,14 +301,16 @@ class Starter:
 
     def _resume_mode(self, state: Mapping[str, Any]) -> Mode:
         """The mode in which this loader can go on from `state`; fetching again always works."""
-        mode, saved_of = self.mode(), (state["native"] or {}).get("of")
-        rows = (
-            (self.why_again(state) is not None, Mode.REPLAY),
-            (state["mode"] == Mode.NATIVE and saved_of == "loader" and native.is_torchdatas(self._loader), Mode.NATIVE),
-            (mode is Mode.NATIVE, mode if saved_of == "dataset" else Mode.REPLAY),
-            (self._iterable, mode if state["mode"] == mode else Mode.REPLAY),
-        )
-        return next((one for holds, one in rows if holds), mode if "order" in state else Mode.REPLAY)
+        mode, saved = self.mode(), state["native"]
+        if self.why_again(state) is not None:
+            return Mode.REPLAY
+        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and native.is_torchdatas(self._loader):
+            return Mode.NATIVE
+        if mode is Mode.NATIVE:
+            return mode if saved is not None and saved["of"] == "dataset" else Mode.REPLAY
+        if self._iterable:
+            return mode if state["mode"] == mode else Mode.REPLAY
+        return mode if "order" in state else Mode.REPLAY
 
     def _init(self, epoch: Epoch, first: int) -> RoleInit:
         loader = self._loader

@@ -128,20 +128,14 @@ class FitParts:
     def unknown(self) -> str:
         """What of the state only the user's code knows: a step that has its batch cannot be undone. Or ""."""
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
-        has_state = data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule)
-        rows = (
-            (is_overridden("on_save_checkpoint", self.modules[MODEL]), "the model's on_save_checkpoint"),
-            (has_state, "the data module's state"),
-            *(
-                (
-                    is_overridden("on_save_checkpoint", one, parent=Callback),
-                    f"{type(one).__name__}'s on_save_checkpoint",
-                )
-                for one in callbacks_of(self._trainer)
-                if not is_lightnings(type(one))
-            ),
-        )
-        what = next((what for holds, what in rows if holds), "")
+        what = ""
+        if is_overridden("on_save_checkpoint", self.modules[MODEL]):
+            what = "the model's on_save_checkpoint"
+        elif data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule):
+            what = "the data module's state"
+        for callback in callbacks_of(self._trainer):
+            if is_overridden("on_save_checkpoint", callback, parent=Callback) and not is_lightnings(type(callback)):
+                what = what or f"{type(callback).__name__}'s on_save_checkpoint"
         return what and f"it is not known what of {what} the step has changed"
 
     def owner(self, path: tuple[Any, ...]) -> torch.nn.Module | torch.optim.Optimizer | None:

@@ -150,13 +150,17 @@ class Kept:
         self._should_stop = trainer.should_stop
         self._optimizers = list(trainer.optimizers)
         self._options = [[_options(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
-        is_watched = calls_the_users(trainer, module, hook)
-        self._weights: dict[str, _Tensor] = {name: _keep(tensor) for name, tensor in _tensors(module) if is_watched}
-        self._states = [_keep(dict(optimizer.state)) for optimizer in self._optimizers if is_watched]
-        schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs if is_watched]
-        self._schedules = [(one, copy.deepcopy(one.state_dict())) for one in schedulers]
-        stateful = [one for one in callbacks_of(trainer) if is_watched and one.state_key in saved]
-        self._callbacks = [(one, _state(one)) for one in stateful if not is_lightnings(type(one))]
+        self._weights: dict[str, _Tensor] = {}
+        self._states: list[Mapping[Any, Any]] = []
+        self._schedules: list[tuple[Any, Any]] = []
+        self._callbacks: list[tuple[Callback, Any]] = []
+        if calls_the_users(trainer, module, hook):
+            self._weights = {name: _keep(tensor) for name, tensor in _tensors(module)}
+            self._states = [_keep(dict(optimizer.state)) for optimizer in self._optimizers]
+            schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+            self._schedules = [(one, copy.deepcopy(one.state_dict())) for one in schedulers]
+            found = [one for one in callbacks_of(trainer) if one.state_key in saved and not is_lightnings(type(one))]
+            self._callbacks = [(one, _state(one)) for one in found]
         self._groups = [(optimizer, optimizer.param_groups) for optimizer, _ in regrouped]
         for optimizer, groups in regrouped:
             optimizer.param_groups = [{**group, "params": list(group["params"])} for group in groups]

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -192,6 +192,20 @@ def _moved(found: Mapping[str, Any], paths: Mapping[str | None, str | None]) -> 
     return {f"{paths.get(owner) or owner}.{name}": found[path] for path, (owner, _, name) in parts.items()}
 
 
+class FittedState(NamedTuple):
+    """A state that the loader can be given, and what is not exact about it.
+
+    Args:
+        phase: "within" or "fresh".
+        restarts: the epoch starts again at its first batch.
+    """
+
+    state: State
+    phase: str
+    exactness: Exactness
+    restarts: bool = False
+
+
 def require_same_split(differences: Sequence[Difference]) -> None:
     """Refuse a dataset that is as long as it was and has other samples.
 
@@ -209,17 +223,13 @@ def require_same_split(differences: Sequence[Difference]) -> None:
 
 def fit_to(
     state: State, changed: Sequence[Difference], policy: OnChange, recipe: Recipe, loader: DataLoader[Any]
-) -> tuple[State, str, Exactness, bool]:
+) -> FittedState:
     """The state with which `loader` goes on.
 
     Args:
         state: that was saved; its phase is "within" or "fresh".
         changed: how the loader differs.
         recipe: of the loader.
-
-    Returns:
-        The state, its phase ("within" or "fresh"), what is not exact about it, and whether the epoch starts again at
-        its first batch.
 
     Raises:
         MismatchError: the user has not chosen, or the choice has no meaning here; says what to do.
@@ -232,15 +242,15 @@ def fit_to(
         why = f"data: {what}: the new loader counts from this epoch on"
         found = Exactness() if not changed else Exactness(Level.NOT_RESTORED, (why,))
         if state["phase"] == "within":
-            return _restarted(state, loader), "within", found, False
+            return FittedState(_restarted(state, loader), "within", found)
         # New workers: those of the saved run had another loader.
         begun = {**state, "alive": False}
         if any(d.field == "dataset_kind" for d in changed):
             begun["native"] = None
-        return begun, "fresh", found, False
+        return FittedState(begun, "fresh", found)
     if policy is OnChange.RESTART_EPOCH:
         why = f"data: restart_epoch: {what or 'the loader beside it has changed'}; the epoch starts again"
-        return _restarted(state, loader), "within", Exactness(Level.NOT_RESTORED, (why,)), True
+        return FittedState(_restarted(state, loader), "within", Exactness(Level.NOT_RESTORED, (why,)), restarts=True)
     if policy is OnChange.REFUSE:
         raise MismatchError(
             "the data loader is not the one of the snapshot, which is in the middle of an epoch: "
@@ -248,7 +258,7 @@ def fit_to(
             hint=_CHOOSE + (_GROWS if any(d.field == "dataset_length" and d.current for d in changed) else ""),
         )
     state, left = _continued(state, changed, recipe, loader)
-    return state, "within", Exactness(Level.ORDER_ONLY, (f"data: continue: {what}; {left}",)), False
+    return FittedState(state, "within", Exactness(Level.ORDER_ONLY, (f"data: continue: {what}; {left}",)))
 
 
 def _restarted(state: State, loader: DataLoader[Any]) -> State:

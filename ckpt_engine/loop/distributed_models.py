@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,6 @@ _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_ho
 _places: weakref.WeakKeyDictionary[nn.Module, tuple[_Place, ...]] = weakref.WeakKeyDictionary()
 _ORDER = "rebuilt_per_bucket_param_indices"
 _CAME = "prev_iteration_grad_ready_order_indices"
-_Said = dict[str, Any]
-"""What a rank says of a model: `why` its order cannot be put in force (nothing: it need not), whether that may be
-`later`, or where it is `at`."""
-_Agreed = dict[str, Any]
-"""What all ranks do: `orders` has the numbers of the models whose orders are put in force; `why` not, and `later`."""
 _FEW = 2
 """The sum of so many numbers is the same in any order."""
 
@@ -338,6 +333,22 @@ def wrappers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     wrappers = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
     found = [[one for one in wrappers if one.module is module] for module in modules]
     return [one for (one,) in (some for some in found if len(some) == 1)]
+
+
+class _Said(TypedDict):
+    """What a rank says of a model: why its order cannot be put in force (nothing: it need not), or where it is."""
+
+    why: NotRequired[str]
+    later: NotRequired[bool]
+    at: NotRequired[list[int]]
+
+
+class _Agreed(TypedDict):
+    """What all ranks do: the numbers of the models whose orders are put in force."""
+
+    orders: list[int]
+    why: str
+    later: bool
 
 
 class GradientOrder:

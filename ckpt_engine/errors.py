@@ -74,18 +74,13 @@ class CkptError(Exception):
 
     code: ClassVar[str] = "CKPT000"
 
-    def __init_subclass__(cls, *, code: str | None = None) -> None:
-        """A class that is given no code has that of its base."""
-        super().__init_subclass__()
-        cls.code = code or cls.code
-
     def __init__(self, message: str, *more: str, hint: str | None = None) -> None:
         self.message = "\n".join(map(visible, (message, *more)))
         self.hint = hint and visible(hint)
         super().__init__(f"[{self.code}] {self.message}" + (f" → {self.hint}" if hint else ""))
 
 
-class ConfigError(CkptError, ValueError, code="CKPT100"):
+class ConfigError(CkptError, ValueError):
     """An option is unknown, impossible, or does not fit the others; every problem is in the message.
 
     - A misspelt key: the message names the nearest one, and all that are allowed there.
@@ -95,16 +90,20 @@ class ConfigError(CkptError, ValueError, code="CKPT100"):
     `ckpt schema` prints every option, docs/configuration.md explains them. Nothing was started, written or locked.
     """
 
+    code = "CKPT100"
 
-class ArgumentError(CkptError, ValueError, code="CKPT101"):
+
+class ArgumentError(CkptError, ValueError):
     """An argument of a call means nothing that could be stored or waited for; the message names it and its value.
 
     Steps are whole numbers from 0 on, `metrics` are numbers, timeouts are seconds or None. Numbers of numpy and torch
     count as numbers; a tensor of several elements does not. Nothing was saved.
     """
 
+    code = "CKPT101"
 
-class StateError(CkptError, code="CKPT200"):
+
+class StateError(CkptError):
     """The state could not be taken or put back as it is.
 
     - *changed while it was copied*: something wrote weights on a GPU without an optimizer step while they were copied
@@ -116,8 +115,10 @@ class StateError(CkptError, code="CKPT200"):
     Earlier snapshots are whole, and training continues unless `on_error: raise`.
     """
 
+    code = "CKPT200"
 
-class UnstorableLeafError(StateError, TypeError, code="CKPT201"):
+
+class UnstorableLeafError(StateError, TypeError):
     """Something in the state could only be stored with pickle; the message says where it is.
 
     Give it `state_dict` and `load_state_dict`, store what it is made of (numbers, texts, lists, dicts, tensors,
@@ -128,8 +129,10 @@ class UnstorableLeafError(StateError, TypeError, code="CKPT201"):
     again without it.
     """
 
+    code = "CKPT201"
 
-class MismatchError(StateError, code="CKPT202"):
+
+class MismatchError(StateError):
     """The snapshot does not fit the live model, optimizer or loader; the message names the keys that differ.
 
     - The model was changed since: start in another folder, or load the weights with `strict=False` from `ckpt export
@@ -140,8 +143,10 @@ class MismatchError(StateError, code="CKPT202"):
     `ckpt show ROOT` lists what the snapshot has. Nothing of the live state was changed.
     """
 
+    code = "CKPT202"
 
-class StorageError(CkptError, code="CKPT300"):
+
+class StorageError(CkptError):
     """A disk, mount, bucket or URL does not do what was asked of it; the message has its own words.
 
     - A package is missing: `pip install "ckpt-engine[s3]"` for `s3://`, else what the message names.
@@ -152,8 +157,10 @@ class StorageError(CkptError, code="CKPT300"):
     `ckpt doctor ROOT` tries the place step by step and says what works there.
     """
 
+    code = "CKPT300"
 
-class StorageFullError(StorageError, code="CKPT301"):
+
+class StorageFullError(StorageError):
     """There is no room for a snapshot: the disk, its quota, or the limits `keep.quota` and `keep.min_free`.
 
     `ckpt prune ROOT --dry-run` shows what stays and why, `ckpt prune ROOT --keep last=1` makes room now, and `ckpt ls
@@ -161,16 +168,20 @@ class StorageFullError(StorageError, code="CKPT301"):
     continues; as soon as there is room snapshots become durable again.
     """
 
+    code = "CKPT301"
 
-class StorageReadOnlyError(StorageError, code="CKPT302"):
+
+class StorageReadOnlyError(StorageError):
     """The place cannot be written by this user: the mount is read-only, or its permissions forbid it.
 
     `ckpt doctor ROOT` says which. Reading verbs (`ckpt ls`, `ckpt show`, `ckpt verify`, `ckpt export`) work there all
     the same.
     """
 
+    code = "CKPT302"
 
-class StorageMissingError(StorageError, code="CKPT303"):
+
+class StorageMissingError(StorageError):
     """Something that was named, or that a manifest refers to, is not there.
 
     A root: look at the spelling, and whether the disk is mounted. A part of a snapshot: it was removed by something
@@ -178,35 +189,45 @@ class StorageMissingError(StorageError, code="CKPT303"):
     one, or another tier.
     """
 
+    code = "CKPT303"
 
-class StorageExistsError(StorageError, code="CKPT304"):
+
+class StorageExistsError(StorageError):
     """A file or object of that name is there already, and is not replaced silently.
 
     Verbs that write a file replace it with `--force`. In a run it means that a second writer works there: see CKPT500.
     """
 
+    code = "CKPT304"
 
-class NotAFolderError(StorageError, code="CKPT305"):
+
+class NotAFolderError(StorageError):
     """A part of the path is a file where a folder is needed. Name the folder of the run, not a file in it."""
 
+    code = "CKPT305"
 
-class StorageStalledError(StorageError, code="CKPT306"):
+
+class StorageStalledError(StorageError):
     """A storage has accepted or given nothing for so long that it counts as hanging; what was asked of it still hangs.
 
     Look at the disk, the mount (`dmesg`, a stale NFS handle) or the network. Training continues: the tier is left out,
     `ckpt status` says so, and it is used again as soon as it answers.
     """
 
+    code = "CKPT306"
 
-class FormatError(CkptError, code="CKPT400"):
+
+class FormatError(CkptError):
     """What was read is not what the format says; the message says what is wrong with it.
 
     A resume passes such a snapshot over for the next older whole one. `ckpt verify ROOT` reads everything and names
     what is hit.
     """
 
+    code = "CKPT400"
 
-class CorruptError(FormatError, code="CKPT401"):
+
+class CorruptError(FormatError):
     """Bytes are not those that were written: a file was cut off, changed, or its disk returns others.
 
     A resume takes what is damaged from another tier, or the next older whole snapshot, and its report says so. `ckpt
@@ -214,31 +235,39 @@ class CorruptError(FormatError, code="CKPT401"):
     Damage that comes back is a disk or memory that fails: replace it.
     """
 
+    code = "CKPT401"
 
-class ForeignError(FormatError, code="CKPT402"):
+
+class ForeignError(FormatError):
     """The folder, bucket or file was not written by ckpt-engine.
 
     Give the run a folder of its own, such as `DIR/ckpt`, if the one that was named has other files. A checkpoint of
     Lightning, torch, Accelerate or transformers becomes a snapshot by `ckpt import SRC ROOT`.
     """
 
+    code = "CKPT402"
 
-class NewerFormatError(FormatError, code="CKPT403"):
+
+class NewerFormatError(FormatError):
     """It was written by a later version, or with a codec that is not installed here.
 
     `pip install -U ckpt-engine`, or the package of that codec. Older snapshots of the same run may be readable.
     """
 
+    code = "CKPT403"
 
-class PartialError(FormatError, code="CKPT404"):
+
+class PartialError(FormatError):
     """This folder has the shares of some ranks only; the others are on the disks of other nodes.
 
     Start with the same nodes, or `ckpt cp` the folders of all nodes to one place, one after another: with the last one
     the snapshots are whole there. A tier that all nodes share avoids this.
     """
 
+    code = "CKPT404"
 
-class LeaseHeldError(CkptError, code="CKPT500"):
+
+class LeaseHeldError(CkptError):
     """Another process writes this run, and two writers would overwrite each other; the message names it.
 
     - The job runs twice: stop one of them. `ckpt status ROOT` says who writes and where.
@@ -248,15 +277,19 @@ class LeaseHeldError(CkptError, code="CKPT500"):
     - The folder is a copy by hard links (`cp -al`): the message says which file of it to remove.
     """
 
+    code = "CKPT500"
 
-class ClosedError(CkptError, code="CKPT501"):
+
+class ClosedError(CkptError):
     """This Checkpointer, callback or tracker was closed, or a newer one of the same process writes the run now.
 
     In a notebook that is the cell that was run again: continue with the newer object.
     """
 
+    code = "CKPT501"
 
-class WriterError(CkptError, code="CKPT600"):
+
+class WriterError(CkptError):
     """The writer process died or cannot start, or a run cannot be asked.
 
     The next writer takes what the one before it left, so a snapshot fails with this only where that one dies with it as
@@ -267,16 +300,20 @@ class WriterError(CkptError, code="CKPT600"):
     works without a process, and does not outlive the trainer.
     """
 
+    code = "CKPT600"
 
-class SnapshotSkippedError(WriterError, code="CKPT601"):
+
+class SnapshotSkippedError(WriterError):
     """This snapshot was not taken: earlier ones still fill the host memory, and training does not wait for storage.
 
     The next one comes at the usual interval. If it happens all the time the storage is slower than what it is asked
     for: a longer interval, a nearer first tier, or more `slots`. `ckpt status ROOT` shows how fast each tier is.
     """
 
+    code = "CKPT601"
 
-class SnapshotFailedError(WriterError, code="CKPT602"):
+
+class SnapshotFailedError(WriterError):
     """A snapshot did not become durable; the message has the cause. Older ones are whole.
 
     Training continues, and the next snapshot tries again; `on_failure: fail` of a tier and `on_error: raise` end it.
@@ -285,16 +322,20 @@ class SnapshotFailedError(WriterError, code="CKPT602"):
     to end without it. `ckpt doctor ROOT` tries the place.
     """
 
+    code = "CKPT602"
 
-class WaitTimeoutError(WriterError, TimeoutError, code="CKPT603"):
+
+class WaitTimeoutError(WriterError, TimeoutError):
     """Something was waited for as long as the call allows, and is not done; it continues in the background.
 
     After `close()` the writer process finishes what is left alone, also when the trainer is gone; the next start
     waits for it. `wait_at_end` says how long the end waits for copies to further tiers.
     """
 
+    code = "CKPT603"
 
-class HookError(WriterError, code="CKPT604"):
+
+class HookError(WriterError):
     """A command or webhook of the option `on` has failed; training and snapshots are as without it.
 
     The message says which, and how: the status and the last line of a command, or the answer of a server. It is a
@@ -302,8 +343,10 @@ class HookError(WriterError, code="CKPT604"):
     most `on.timeout`. docs/monitoring.md has its environment, to try it by hand.
     """
 
+    code = "CKPT604"
 
-class ResumeError(CkptError, code="CKPT700"):
+
+class ResumeError(CkptError):
     """The run cannot resume from what was chosen; the message says why and what to do.
 
     - No snapshot of the step that was named: `ckpt ls ROOT` lists those that exist.
@@ -312,31 +355,39 @@ class ResumeError(CkptError, code="CKPT700"):
       continue`.
     """
 
+    code = "CKPT700"
 
-class NoUsableSnapshotError(ResumeError, code="CKPT701"):
+
+class NoUsableSnapshotError(ResumeError):
     """The store is not empty, and nothing in it can be used; the message says why of each snapshot.
 
     A start from scratch would hide that, so it is refused. `ckpt verify ROOT` reads everything. If a tier was away,
     start again when it answers. If the run is lost, start in another folder, or move this one away.
     """
 
+    code = "CKPT701"
 
-class OvertakenError(ResumeError, code="CKPT702"):
+
+class OvertakenError(ResumeError):
     """After this job had loaded its snapshot, another job made newer ones: to continue would fork the run.
 
     Usually a job that was thought dead was not. Stop one of them and start again: it resumes from the newest snapshot.
     """
 
+    code = "CKPT702"
 
-class ReplayError(ResumeError, code="CKPT703"):
+
+class ReplayError(ResumeError):
     """A resumed run repeats a step otherwise than the earlier process did it, and `replay: stop` is set.
 
     Nothing was saved or removed since the resume. The message says which step, and what differs first.
     docs/exactness.md has the usual causes. `replay: warn` trains on, and the report says the same.
     """
 
+    code = "CKPT703"
 
-class DivergedError(CkptError, code="CKPT800"):
+
+class DivergedError(CkptError):
     """The loss is not finite, or stays far above its usual values, and `guard` or `rollback` is set.
 
     No snapshot was taken since. Start again with a change (learning rate, data): it resumes at the last good step.
@@ -344,15 +395,19 @@ class DivergedError(CkptError, code="CKPT800"):
     says how.
     """
 
+    code = "CKPT800"
 
-class RollbackRequestedError(DivergedError, code="CKPT801"):
+
+class RollbackRequestedError(DivergedError):
     """As CKPT800, and `rollback` is set: start the same command again, and it goes back and skips batches.
 
     A launcher that restarts failed jobs does so automatically. After `rollback.at_most` times it is CKPT800, for good.
     """
 
+    code = "CKPT801"
 
-class RanksError(CkptError, code="CKPT900"):
+
+class RanksError(CkptError):
     """The ranks of a run cannot reach each other, or do not agree on what they do.
 
     - One of them is gone: the end of *its* log has the cause, not this one.
@@ -361,6 +416,8 @@ class RanksError(CkptError, code="CKPT900"):
 
     Earlier snapshots are whole. Start all ranks again.
     """
+
+    code = "CKPT900"
 
 
 BY_CODE: Mapping[str, type[CkptError]] = {

@@ -115,14 +115,12 @@ class Bounds:
     def binding(self) -> str:
         """The constraint that determines `target`, in the words of the settings."""
         target = self.target
-        binds = {
-            "failure rate": target == self.failure,
-            "max_lost_work": target < self.failure and self.feasible,
-            "budget": target == self.budget,
-            "back-pressure": target == self.backpressure,
-            "bandwidth": target == self.io,
-        }
-        return next((name for name, decides in binds.items() if decides), "step time")
+        if target == self.failure:
+            return "failure rate"
+        if target < self.failure and self.feasible:
+            return "max_lost_work"
+        named = (("budget", self.budget), ("back-pressure", self.backpressure), ("bandwidth", self.io))
+        return next((name for name, steps in named if steps == target), "step time")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,13 +123,11 @@ def judge(step: int, differences: Sequence[LeafDifference], *, fresh: bool) -> F
 def area_of(difference: LeafDifference) -> Area:
     """What a difference is about."""
     parts = _parts(difference.path)
-    is_own = parts[0] == "ckpt_engine"
-    areas = {
-        Area.STREAM: "rng" in parts[:2] or (is_own and "rng" in parts),  # positions have copies of the global streams
-        Area.POSITION: is_own and not {"loaders", "validation", "feeds"}.isdisjoint(parts[1:2]),
-        Area.WEIGHTS: difference.kind is DifferenceKind.TENSOR,
-    }
-    return next((area for area, applies in areas.items() if applies), Area.VALUE)
+    if "rng" in parts[:2] or (parts[0] == "ckpt_engine" and "rng" in parts):
+        return Area.STREAM  # positions have copies of the global streams
+    if parts[0] == "ckpt_engine" and len(parts) > 1 and parts[1] in ("loaders", "validation", "feeds"):
+        return Area.POSITION
+    return Area.WEIGHTS if difference.kind is DifferenceKind.TENSOR else Area.VALUE
 
 
 def _stream(path: str) -> str:

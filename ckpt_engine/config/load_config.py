@@ -310,18 +310,19 @@ def unknown_key(loc: KeyPath) -> str:
     from ckpt_engine.config.other_names import OTHER_NAMES  # only a mistake needs it
 
     section, name = _section(loc[:-1]), str(loc[-1])
-    place = _PLACE.get(section) if name in ("path", "folder", "directory", "location") else None
     near = difflib.get_close_matches(name, section.model_fields, 1)
     elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]
-    hints = (
-        (place, f"; here it is {place}"),
-        (name in OTHER_NAMES, f"; here it is {OTHER_NAMES.get(name)}" + ", see docs/migrate.md" * (section is Config)),
-        (near, f"; did you mean '{''.join(near)}'?"),
-        (elsewhere[:1] == [""], "; it belongs to the top level"),
-        (elsewhere, f"; it belongs under '{''.join(elsewhere[:1])}'"),
-        (True, f" (allowed: {_listed(section)})"),
-    )
-    return "unknown key" + next(hint for applies, hint in hints if applies)
+    if name in ("path", "folder", "directory", "location") and section in _PLACE:
+        hint = f"; here it is {_PLACE[section]}"
+    elif name in OTHER_NAMES:
+        hint = f"; here it is {OTHER_NAMES[name]}" + ", see docs/migrate.md" * (section is Config)
+    elif near:
+        hint = f"; did you mean '{near[0]}'?"
+    elif elsewhere:
+        hint = "; it belongs " + (f"under '{elsewhere[0]}'" if elsewhere[0] else "to the top level")
+    else:
+        hint = f" (allowed: {_listed(section)})"
+    return f"unknown key{hint}"
 
 
 def _section(loc: KeyPath) -> type[Section]:

@@ -343,13 +343,13 @@ def parse_command(value: object) -> list[str]:
     Raises:
         ValueError: anything else.
     """
-    items = value if isinstance(value, list | tuple) else ()
-    refuse(
-        (not items, "must be a list of a program and its arguments, such as [./preempted.sh, --now]"),
-        (not all(isinstance(item, str) for item in items), "must be a list of texts; put numbers in quotes"),
-        (any("\0" in str(item) for item in items), "must not contain a zero byte"),
-    )
-    return [nonempty_text(items[0]), *items[1:]]
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("must be a list of a program and its arguments, such as [./preempted.sh, --now]")
+    if not all(isinstance(item, str) for item in value):
+        raise ValueError("must be a list of texts; put numbers in quotes")
+    if any("\0" in item for item in value):
+        raise ValueError("must not contain a zero byte")
+    return [nonempty_text(value[0]), *value[1:]]
 
 
 def parse_headers(value: object) -> dict[str, str]:

@@ -183,7 +183,7 @@ class StuckCallRunner:
                 raise call.error
             return cast("T", call.value)
         finally:
-            del call  # its error refers to this frame
+            call.error = None  # it refers to this frame
 
     def last(self, work: Callable[[], object]) -> bool:
         """Run `work`, which raises nothing, at the end of the hanging call, if there is one; whether there is."""
@@ -248,7 +248,6 @@ class StuckCallRunner:
             self._changed.notify_all()
         if abandoned:
             self._come_back(call)
-        del call  # its error refers to this frame
 
     def _come_back(self, call: _Call) -> None:
         try:

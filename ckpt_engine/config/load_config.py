@@ -18,8 +18,6 @@ import stat
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +293,9 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     of_kinds = {**dict.fromkeys(_NO_MAPPING, mapping), "tuple_type": "must be a list"}
     text = of_kinds.get(kind, str(detail["msg"]))
     hint = detail.get("ctx", {}).get("hint", "")
-    value: Any = reduce(getitem, path, values)
+    value: Any = values
+    for part in path:
+        value = value[part]
     secret = path[0] == "on" or (path[0] == "preemption" and ("headers" in path or isinstance(value, dict)))
     secret |= path[0] == "tiers" and (
         path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text

@@ -99,13 +99,12 @@ def read_accelerate(folder: Path, advance: Advance) -> Imported:
     if not models:
         raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")
     there = partial(optional, folder, advance)
-    state: dict[str, Any] = {}
-    for key, found in (
-        ("model", models),
-        ("optimizer", _each(lambda i: there(numbered(OPTIMIZER, i)))),
-        ("scheduler", _each(lambda i: there(numbered(SCHEDULER, i)))),
-    ):
-        state |= {numbered(key, index): one for index, one in enumerate(found)}
+    parts = {
+        "model": models,
+        "optimizer": _each(lambda i: there(numbered(OPTIMIZER, i))),
+        "scheduler": _each(lambda i: there(numbered(SCHEDULER, i))),
+    }
+    state: dict[str, Any] = {numbered(key, i): one for key, found in parts.items() for i, one in enumerate(found)}
     custom = _each(lambda i: there(CUSTOM_FILE.format(i)))
     state |= {f"{CUSTOM}{index}": one for index, one in enumerate(custom)}
     state[LOADERS] = _each(lambda i: there(numbered(LOADER, i)))

@@ -15,6 +15,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -96,8 +97,6 @@ def load(path: Path, advance: Advance | None = None, may_lose: MayLose | None = 
         StorageError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            file.read(1)
         if zipped := is_zip(path):
             require_stored(path, path.stat().st_size, str(path), advance)
         elif advance is not None:
@@ -117,10 +116,9 @@ def is_zip(path: Path) -> bool:
     Raises:
         OSError: it cannot be read.
     """
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # a damaged end can look like one volume of several
-        return False
+    with path.open("rb") as file, suppress(zipfile.BadZipFile):  # a damaged end can look like one volume of several
+        return zipfile.is_zipfile(file)
+    return False
 
 
 def load_bytes(data: bytes, what: str) -> Any:

@@ -93,14 +93,6 @@ class ArenaSlot:
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of bytes of a file."""
-
-    offset: int
-    nbytes: int
-
-
 def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:
     """The least that a piece of a part of an array has, given what one rank has; about the same on all ranks."""
     parts = [one for one in entries if one.whole is not None and one.nbytes]
@@ -108,7 +100,7 @@ def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:
     return max(LEAST_PIECE_BYTES, nbytes // MOST_PART_PIECES)
 
 
-def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: int = PIECE_BYTES) -> tuple[Extent, ...]:
+def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: int = PIECE_BYTES) -> tuple[slice, ...]:
     """Where the pieces of an entry are: in order, without gaps, each of at most `most_bytes`.
 
     Pieces are whole rows (first dimension), so that a change of some rows changes few pieces; rows bigger than a piece
@@ -125,9 +117,8 @@ def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: in
     if rows and entry.nbytes % rows == 0 and 0 < entry.nbytes // rows <= step:
         row_bytes = entry.nbytes // rows
         step = step // row_bytes * row_bytes
-    return tuple(
-        Extent(entry.offset + start, min(step, entry.nbytes - start)) for start in range(0, entry.nbytes, step)
-    )
+    end = entry.offset + entry.nbytes
+    return tuple(slice(start, min(start + step, end)) for start in range(entry.offset, end, step))
 
 
 @dataclass(frozen=True)
@@ -140,7 +131,7 @@ class CutLayout:
     """
 
     layout: Layout
-    extents: tuple[tuple[Extent, ...], ...]
+    extents: tuple[tuple[slice, ...], ...]
     nbytes: int
     entry_bytes: dict[str, int]
 
@@ -173,7 +164,7 @@ class CutLayout:
             raise ValueError(f"{len(digests)} digests are too few or too many")
         left = iter(digests)
         for entry, extents in zip(self.layout.entries, self.extents, strict=True):
-            pieces = [Piece(0, one.offset, one.nbytes, next(left), one.nbytes) for one in extents]
+            pieces = [Piece(0, one.start, one.stop - one.start, next(left), one.stop - one.start) for one in extents]
             found[entry.name] = Entry(entry.dtype, entry.shape, tuple(pieces), entry.container_dtype)
         return found
 
@@ -252,7 +243,7 @@ class ParallelMap(Generic[T, U]):
 def digesting(image: memoryview, cut_layout: CutLayout) -> ParallelMap[memoryview, str]:
     """Digests the pieces of a file image, while the caller writes the same memory to storage."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if len(image) >= THREAD_BYTES else 0
-    pieces = [image[one.offset : one.offset + one.nbytes] for extents in cut_layout.extents for one in extents]
+    pieces = [image[one] for extents in cut_layout.extents for one in extents]
     return ParallelMap(digest, pieces, threads, "ckpt-digest")
 
 

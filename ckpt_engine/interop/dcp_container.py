@@ -123,7 +123,7 @@ class Container:
             at += nbytes
         cut_layout = CutLayout.of(Layout(len(self._header), at, tuple(layouts)))
         pieces = [
-            flat_bytes(one.tensor).data[extent.offset - layout.offset :][: extent.nbytes]
+            flat_bytes(one.tensor).data[extent.start - layout.offset : extent.stop - layout.offset]
             for one, layout, extents in zip(self._arrays, layouts, cut_layout.extents, strict=True)
             for extent in extents
         ]

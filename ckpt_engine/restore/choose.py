@@ -170,7 +170,8 @@ def candidates(
             first = next(copies)
         except (FormatError, StorageError) as err:
             search.reject(parsed.id, err, places=len(where))
-            if all(_is_unfinished(parsed.id, one) for one in holders[parsed]):
+            nodes = [one.storage.capabilities.nodes for one in holders[parsed]]
+            if all(one is not None and parsed.id in one.unfinished for one in nodes):
                 search.unfinished.add(parsed.id)
             continue
         if lost := first.manifest.lacks:
@@ -229,11 +230,6 @@ def _announce(candidate: Candidate) -> None:
         announce = next((one.announce for one in others if one.announce is not None), None)
     if announce is not None and lacks != set():
         announce(candidate.manifest, lacks)
-
-
-def _is_unfinished(snapshot: str, place: Repository) -> bool:
-    nodes = place.storage.capabilities.nodes
-    return nodes is not None and snapshot in nodes.unfinished
 
 
 def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:

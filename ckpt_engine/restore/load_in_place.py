@@ -41,14 +41,10 @@ def fill_live(
     tree, entries = manifest.tree, manifest.entries
     uses: dict[str, list[tuple[Mapping[str, Any], Any]]] = {}
     _visit(tree[""] if list(tree) == [""] else dict(tree), into, uses)
-    plain: dict[str, torch.Tensor] = {}
-    """Those that take the bytes of an entry as they are."""
-    parts: list[ArrayRegion] = []
-    """Parts of arrays: of DTensors, and of what DTensors were stored as."""
-    stored: dict[str, tuple[Box, ...]] = {}
-    """The boxes that their entries have one behind another."""
-    whole: dict[str, torch.Tensor] = {}
-    """What those entries are in the state."""
+    plain: dict[str, torch.Tensor] = {}  # they take the bytes of an entry as they are
+    parts: list[ArrayRegion] = []  # of arrays: of DTensors, and of what DTensors were stored as
+    stored: dict[str, tuple[Box, ...]] = {}  # the boxes that the entries of parts have one behind another
+    whole: dict[str, torch.Tensor] = {}  # what those entries are in the state
     for name, pairs in uses.items():
         node, live = pairs[0]
         if any(one["$"] == "sharded" or is_sharded(it) for one, it in pairs):

@@ -34,7 +34,7 @@ END_SECONDS = 60.0
 """How long requests ahead may still take when everything needed is there."""
 
 
-class Block(NamedTuple):
+class NodeBlock(NamedTuple):
     """A block of a data file that is needed.
 
     Args:
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     nbytes: int
 
 
-def blocks_of(manifest: Manifest, files: Container[str] | None = None) -> list[Block]:
+def blocks_of(manifest: Manifest, files: Container[str] | None = None) -> list[NodeBlock]:
     """The blocks of a snapshot's data files that are needed, in the order of their numbers.
 
     Args:
@@ -63,7 +63,7 @@ def blocks_of(manifest: Manifest, files: Container[str] | None = None) -> list[B
             end = piece.offset + max(piece.nbytes, 1)
             starts = range(piece.offset // BLOCK_BYTES * BLOCK_BYTES, end, BLOCK_BYTES)
             found |= {(file.name, start, min(BLOCK_BYTES, file.nbytes - start)) for start in starts}
-    return [Block(number, *one) for number, one in enumerate(sorted(found))]
+    return [NodeBlock(number, *one) for number, one in enumerate(sorted(found))]
 
 
 class NodeStorage(WrapperStorage):
@@ -84,9 +84,9 @@ class NodeStorage(WrapperStorage):
         self._index = index
         self._count = count
         self._snapshot = ""
-        self._blocks: Mapping[tuple[str, int], Block] = {}
+        self._blocks: Mapping[tuple[str, int], NodeBlock] = {}
         self._region: SharedBlocks | None = None
-        self._ahead: ParallelMap[Block, None] | None = None
+        self._ahead: ParallelMap[NodeBlock, None] | None = None
         self._alone = False
 
     @property
@@ -130,7 +130,7 @@ class NodeStorage(WrapperStorage):
                 self._take(region, block, at - first, part)
             at = end
 
-    def _take(self, region: SharedBlocks, block: Block, start: int, out: memoryview) -> None:
+    def _take(self, region: SharedBlocks, block: NodeBlock, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of a block: from shared memory, or by fetching it for all."""
         pause, deadline = LOOKS.first_seconds, time.monotonic() + WAIT_SECONDS
         while True:
@@ -148,7 +148,7 @@ class NodeStorage(WrapperStorage):
             region.wait(pause)
             pause = LOOKS.after(pause)
 
-    def _fetch(self, region: SharedBlocks, block: Block) -> memoryview:
+    def _fetch(self, region: SharedBlocks, block: NodeBlock) -> memoryview:
         """Read a block that was claimed, and share it."""
         data = memoryview(bytearray(block.nbytes))
         with on_failure(partial(region.give_up, block.number)):
@@ -159,12 +159,12 @@ class NodeStorage(WrapperStorage):
             self._give_up_waiting(f"shared memory takes no more ({err.strerror})")
         return data
 
-    def _read_ahead(self, region: SharedBlocks, block: Block) -> None:
+    def _read_ahead(self, region: SharedBlocks, block: NodeBlock) -> None:
         if not self._alone and region.claim(block.number) is BlockClaim.MINE:
             with suppress(CkptError):  # the reader that needs the block gets the error
                 self._fetch(region, block)
 
-    def _order(self, blocks: Sequence[Block]) -> Sequence[Block]:
+    def _order(self, blocks: Sequence[NodeBlock]) -> Sequence[NodeBlock]:
         """This rank's share first, then what the others may not get to."""
         first = len(blocks) * self._index // self._count
         return [*blocks[first:], *blocks[:first]]

@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import math
 import mmap
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -228,21 +229,13 @@ class _Filler:
     _manifest: Manifest
     _laid: Container[str] | None
     _landing: StagingBuffer | None
+    _buffers: threading.local = field(default_factory=threading.local)
+    memory: BufferPool = field(default_factory=BufferPool)
     pages: fresh_pages.FreshPages = field(default_factory=fresh_pages.FreshPages)
 
     @cached_property
     def _decoder(self) -> Decoder:
         return self._sources.decoder(self._manifest)
-
-    @cached_property
-    def memory(self) -> BufferPool:
-        """For what is read around the page cache, with pages that are present, and big as a rule."""
-        return BufferPool(self._fresh)
-
-    def _fresh(self, nbytes: int) -> mmap.mmap:
-        made = private_memory(max(nbytes, host_memory.HUGE_BYTES))
-        self.pages.populate(address_of(memoryview(made)), len(made))
-        return made
 
     def requests(self, moves: Sequence[Move]) -> list[Callable[[], None]]:
         """Each fills some of them. What lies in memory as in its file is read to where it belongs, in requests that are
@@ -292,7 +285,7 @@ class _Filler:
         stop = max(end, min(file.nbytes, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE))
         data = self._sources.view(file.name, start, stop - start)
         if data is None:
-            data = self.memory.take(stop - start)
+            data = self._buffer(stop - start)
             self._sources.read(file.name, start, data)
         places, mended = span if self._landing is None else self._landing.take(span), list[memoryview]()
         for move in places:
@@ -312,8 +305,6 @@ class _Filler:
                 ctypes.memmove(move.address, address_of(stored), piece.nbytes)
         if self._landing is not None:
             self._landing.send(places)
-        if not data.readonly:  # where reading failed it is not given back: frames of the error may hold parts of it
-            self.memory.give(data)
 
     def fill_together(self, mates: Sequence[Move], batch: Batch, decoder: Decoder) -> None:
         """One that is made of a chain, or those of a group."""
@@ -329,6 +320,15 @@ class _Filler:
     def read_base(self, _: str, piece: Piece, out: memoryview) -> None:
         """Unverified."""
         self._sources.read(self._manifest.files[piece.file].name, piece.offset, out)
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Of this thread."""
+        kept: mmap.mmap | None = getattr(self._buffers, "kept", None)
+        if kept is None or len(kept) < nbytes:
+            kept = self._buffers.kept = private_memory(-(-nbytes // DIRECT_MIN_BYTES) * DIRECT_MIN_BYTES)
+            self.pages.populate(address_of(memoryview(kept)), len(kept))
+        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
+        return memoryview(kept)[:nbytes]
 
 
 def _memory_of(move: Move) -> memoryview:

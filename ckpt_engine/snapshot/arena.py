@@ -68,7 +68,6 @@ class SharedSlot:
         """Those who need what it holds; see `Slots`."""
         self.is_warming = False
         """Other threads make it ready; a snapshot that cannot wait for them may take it before."""
-        self._closed = False
         self._bound: _Bound | None = None
         self.pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
 
@@ -94,7 +93,7 @@ class SharedSlot:
         """
         base = self._bytes.data_ptr()
         for start in range(0, self.nbytes, _PREFAULT_BYTES):
-            if self._closed or not go_on():
+            if self.fd < 0 or not go_on():
                 return False
             size = min(_PREFAULT_BYTES, self.nbytes - start)
             self._huge = self._huge and collapse(base + start, size)
@@ -140,9 +139,9 @@ class SharedSlot:
     def close(self) -> None:
         """Give the memory back; the mapping goes when the last view does. No copy may be under way."""
         self._bound = None
-        self._closed = True
+        fd, self.fd = self.fd, -1  # no thread touches it any more
         self.pinned.unpin()
-        os.close(self.fd)
+        os.close(fd)
 
 
 def slot_bytes(plan: StatePlan) -> int:

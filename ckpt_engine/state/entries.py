@@ -126,8 +126,8 @@ def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list
         return [list(members)]
     clusters: list[list[int]] = []
     begin = end = -1
-    for index in sorted(members, key=lambda i: (extent(arrays[i])[0], i)):
-        start, stop = extent(arrays[index])
+    for index in sorted(members, key=lambda i: (_extent(arrays[i])[0], i)):
+        start, stop = _extent(arrays[index])
         if start < end or begin == end == start == stop:
             clusters[-1].append(index)
             end = max(end, stop)
@@ -137,7 +137,7 @@ def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list
     return [sorted(c) for c in clusters]
 
 
-def extent(array: torch.Tensor) -> tuple[int, int]:
+def _extent(array: torch.Tensor) -> tuple[int, int]:
     """Byte range of a view in its storage."""
     size = array.element_size()
     start = int(array.storage_offset()) * size
@@ -180,9 +180,9 @@ def draft_of(
                 leaf.node["stride"] = list(first.stride())
         nbytes = first.numel() * first.element_size()
         return EntrySource(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
-    start = min(extent(arrays[i])[0] for i in cluster)
+    start = min(_extent(arrays[i])[0] for i in cluster)
     start -= start % max(arrays[i].element_size() for i in cluster)  # each is aligned in memory that begins there
-    stop = max(extent(arrays[i])[1] for i in cluster)
+    stop = max(_extent(arrays[i])[1] for i in cluster)
     for i in cluster:
         array = arrays[i]
         leaves[i].node["entry"] = name

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -47,7 +46,6 @@ OpenStored = Callable[[str, Piece], AbstractContextManager[memoryview]]
 KnownBytes = Mapping[str | None, memoryview]
 """Decoded bytes of pieces, by `Piece.content_digest`."""
 _placement = attrgetter("piece.file", "piece.offset")
-_PRIVATE = partial(mmap.mmap, -1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def members_of(manifest: Manifest, level: str | None, start: int, piece: Piece) -> Iterator[tuple[str, Piece]]:
@@ -104,13 +102,9 @@ class BufferPool:
     """Memory that is used again: the first touch of new memory takes as long as decoding. Thread safe.
 
     `turns` are for what takes much of it: one more than there are cores, so that one can read.
-
-    Args:
-        make: new memory of at least so many bytes.
     """
 
-    def __init__(self, make: Callable[[int], mmap.mmap] = _PRIVATE) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self.turns = ReadLimiter(len(os.sched_getaffinity(0)) + 1, "decoding")
         self._lock = threading.Lock()
         self._spare: list[mmap.mmap] = []
@@ -121,7 +115,8 @@ class BufferPool:
             for number, spare in enumerate(self._spare):
                 if len(spare) >= nbytes:
                     return memoryview(self._spare.pop(number))[:nbytes]
-        return memoryview(self._make(max(1, nbytes)))[:nbytes]
+        room = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return memoryview(room)[:nbytes]
 
     def give(self, *rooms: memoryview) -> None:
         """Those of them that were taken here are not used any more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -21,7 +20,6 @@ from ckpt_engine.errors import CorruptError, NewerFormatError, StorageError
 from ckpt_engine.restore import read
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
-from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.store import codecs, decode, manifest_codec, names
 from ckpt_engine.store.container import digest
@@ -33,7 +31,6 @@ from ckpt_engine.tools.check_run import Checker
 from tests.cli.conftest import Outcome
 from tests.copy.scattered import Scatter, with_flip
 from tests.snapshot.passage import same
-from tests.snapshot.test_pages import present
 
 
 @pytest.fixture(autouse=True)
@@ -246,23 +243,6 @@ class Asked(Sources):
     def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
         self.requests += 1
         return super().view(name, start, nbytes)
-
-
-class Watched(Sources):
-    """What it is asked to fill has all of its pages."""
-
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        first = address_of(out) // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = -(-(address_of(out) + out.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        assert present(first, stop - first)
-        super().read(name, start, out)
-
-
-def test_everything_is_read_into_memory_that_is_present(tmp_path: Path) -> None:
-    """The kernel makes pages several times as fast where it is asked for them as in the middle of a read."""
-    folder = Folder(tmp_path / "run")
-    assert {piece.codec for _, piece in decode.stored_pieces(folder.made)} == {"raw", "zstd", "flip"}
-    assert read_entries(Watched([LocalStorage(folder.root)]), folder.made).keys() == folder.made.entries.keys()
 
 
 def in_two_files(root: Path, count: int, between: bytes, pieces_each: int = 4, size: int = 64) -> Manifest:

@@ -250,12 +250,6 @@ def _ask_with_run(question: Callable[[Repository], T], place: Repository) -> T:
     return found
 
 
-ids = partial(_ask_with_run, Repository.ids)
-"""All snapshots of a place by name."""
-infos = partial(_ask_with_run, Repository.list)
-"""All snapshots of a place."""
-
-
 def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
     """The snapshots that any place has, oldest first.
 
@@ -405,3 +399,9 @@ def _without_frames(error: CkptError) -> CkptError:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
+
+
+ids = partial(_ask_with_run, Repository.ids)
+"""All snapshots of a place by name."""
+infos = partial(_ask_with_run, Repository.list)
+"""All snapshots of a place."""

@@ -185,7 +185,7 @@ def load(
             others = candidate.manifest.own_trees if manifest.world_size != size else {}
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
-            line = f"reading {candidate.info.id} ({units.size(nbytes)}) from {candidate.sources[0].storage.url}"
+            line = partial(_reading, candidate, nbytes)
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
@@ -212,6 +212,10 @@ def load(
         )
     require_none(where, search, step)
     return None
+
+
+def _reading(candidate: Candidate, nbytes: int) -> str:
+    return f"reading {candidate.info.id} ({units.size(nbytes)}) from {candidate.sources[0].storage.url}"
 
 
 def _read(

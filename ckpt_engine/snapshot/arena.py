@@ -288,10 +288,11 @@ class Slots:
         self._close(idle[::-1][: max(0, len(self._slots) - count)])
 
     def _free(self) -> list[SharedSlot]:
-        return [slot for slot in self.known() if not slot.users]
+        return [slot for slot in self._slots.values() if not slot.users]
 
     def _in_use(self, index: int) -> SharedSlot | None:
-        return next((slot for slot in self.known() if slot.index == index and slot.users), None)
+        slot = self._slots.get(index)
+        return slot if slot is not None and slot.users else None
 
     def _new(self, plan: StatePlan) -> SharedSlot:
         slot = self._slots[self._next] = SharedSlot(self._next, slot_bytes(plan), self._runtime)

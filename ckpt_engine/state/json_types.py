@@ -59,43 +59,6 @@ _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 """Others have more than their text."""
 
 
-def _encode_path(node: pathlib.PurePath) -> Json | None:
-    windows = {"windows": True} if isinstance(node, pathlib.PureWindowsPath) else {}
-    is_plain = type(node) in _PATHS
-    return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path), **windows} if is_plain else None
-
-
-_ENCODERS: Sequence[tuple[type | types.UnionType, Callable[[Any], Json | None]]] = (
-    (
-        enum.Enum,  # of several flags, or none, their class would have to compute them again
-        lambda v: {"$": "enum", "type": type_name(type(v)), "name": v.name} if v.name in type(v).__members__ else None,
-    ),
-    (
-        np.generic,
-        lambda v: (
-            None
-            if v.dtype.hasobject or v.dtype.names
-            else {"$": "npscalar", "dtype": v.dtype.str, "hex": v.tobytes().hex()}
-        ),
-    ),
-    (bool | int, lambda v: v if type(v) in (bool, int) else _encode_subclass(v, int(v))),
-    (str, lambda v: v if type(v) is str else _encode_subclass(v, str.__str__(v))),
-    (float, lambda v: encode_float(v) if type(v) is float else _encode_subclass(v, encode_float(float(v)))),
-    (pathlib.PurePath, _encode_path),
-    (complex, lambda v: {"$": "complex", "re": encode_float(v.real), "im": encode_float(v.imag)}),
-    (bytes | bytearray, lambda v: encode_bytes(type(v).__name__, bytes(v))),
-    (datetime.datetime, lambda v: {"$": "datetime", "v": v.isoformat(), "fold": v.fold}),
-    (datetime.date | datetime.time, lambda v: {"$": type(v).__name__, "v": v.isoformat()}),
-    (datetime.timedelta, lambda v: {"$": "timedelta", "v": [v.days, v.seconds, v.microseconds]}),
-    (uuid.UUID | decimal.Decimal | fractions.Fraction, lambda v: {"$": type(v).__name__.lower(), "v": str(v)}),
-    (range | slice, lambda v: {"$": type(v).__name__, "v": [v.start, v.stop, v.step]} if _plain_bounds(v) else None),
-    (
-        torch.dtype | torch.device | torch.memory_format | torch.layout,
-        lambda v: {"$": f"torch.{type(v).__name__}", "v": str(v).removeprefix("torch.")},
-    ),
-    (np.dtype, lambda v: None if v.hasobject or v.names else {"$": "np.dtype", "v": v.str}),
-)
-"""How the kinds of leaves are written; the first one that fits. `rebuild` reads them by the same names."""
 # As the interpreter reads them itself: a class may have attributes of these names that are something else.
 _of_module: Callable[[Any], dict[str, Any] | None] = vars(types.ModuleType)["__dict__"].__get__
 _of_class: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
@@ -160,6 +123,12 @@ def encode_scalar(node: Any) -> Json | None:
     Subclasses of str, int and float keep their class; one with attributes of its own is unknown.
     """
     return next((encode(node) for kinds, encode in _ENCODERS if isinstance(node, kinds)), None)
+
+
+def _encode_path(node: pathlib.PurePath) -> Json | None:
+    windows = {"windows": True} if isinstance(node, pathlib.PureWindowsPath) else {}
+    is_plain = type(node) in _PATHS
+    return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path), **windows} if is_plain else None
 
 
 def _encode_subclass(node: Any, plain: Json) -> Json | None:
@@ -234,24 +203,6 @@ def _open_mapping(node: dict[Any, Any]) -> OpenedContainer | None:
         return {**head, "items": [[k, v] for k, v in zip(children[:n], children[n:], strict=True)]}
 
     return [*keys, *node.values()], [*(f"key {k!r}" for k in keys), *keys], wrap
-
-
-_CONTAINERS: Sequence[tuple[type | types.UnionType, Callable[[Any], OpenedContainer | None]]] = (
-    (dict, _open_mapping),
-    (torch.Size, lambda v: _items([int(x) for x in v], {"$": "torch.Size"})),
-    (set, lambda v: _items(list(v), {"$": "set"})),
-    (frozenset, lambda v: _items(list(v), {"$": "frozenset"})),
-    (collections.deque, lambda v: _items(list(v), {"$": "deque", "maxlen": v.maxlen})),
-    (argparse.Namespace, lambda v: _fields(vars(v), {"$": "namespace"})),
-    (types.SimpleNamespace, lambda v: _fields(vars(v), {"$": "simplenamespace"})),
-)
-"""The kinds of containers that their classes tell."""
-_GENERATORS: Sequence[tuple[type, Callable[[Any], OpenedContainer]]] = (
-    (torch.Generator, lambda v: _one("state", v.get_state(), {"$": "torch.Generator", "device": str(v.device)})),
-    (np.random.Generator, lambda v: _one("state", v.bit_generator.state, {"$": "np.Generator"})),
-    (np.random.RandomState, lambda v: _one("state", v.get_state(legacy=False), {"$": "np.RandomState"})),
-    (random.Random, lambda v: _one("state", v.getstate(), {"$": "random.Random"})),
-)
 
 
 def open_generator(node: Any) -> OpenedContainer | None:
@@ -418,3 +369,52 @@ def numpy_dtype(text: Any) -> np.dtype[Any]:
     if not isinstance(text, str) or _NUMPY_DTYPE.fullmatch(text) is None:
         raise ValueError(f"{str(text)[:60]!r} is no dtype of plain data")
     return np.dtype(text)
+
+
+_ENCODERS: Sequence[tuple[type | types.UnionType, Callable[[Any], Json | None]]] = (
+    (
+        enum.Enum,  # of several flags, or none, their class would have to compute them again
+        lambda v: {"$": "enum", "type": type_name(type(v)), "name": v.name} if v.name in type(v).__members__ else None,
+    ),
+    (
+        np.generic,
+        lambda v: (
+            None
+            if v.dtype.hasobject or v.dtype.names
+            else {"$": "npscalar", "dtype": v.dtype.str, "hex": v.tobytes().hex()}
+        ),
+    ),
+    (bool | int, lambda v: v if type(v) in (bool, int) else _encode_subclass(v, int(v))),
+    (str, lambda v: v if type(v) is str else _encode_subclass(v, str.__str__(v))),
+    (float, lambda v: encode_float(v) if type(v) is float else _encode_subclass(v, encode_float(float(v)))),
+    (pathlib.PurePath, _encode_path),
+    (complex, lambda v: {"$": "complex", "re": encode_float(v.real), "im": encode_float(v.imag)}),
+    (bytes | bytearray, lambda v: encode_bytes(type(v).__name__, bytes(v))),
+    (datetime.datetime, lambda v: {"$": "datetime", "v": v.isoformat(), "fold": v.fold}),
+    (datetime.date | datetime.time, lambda v: {"$": type(v).__name__, "v": v.isoformat()}),
+    (datetime.timedelta, lambda v: {"$": "timedelta", "v": [v.days, v.seconds, v.microseconds]}),
+    (uuid.UUID | decimal.Decimal | fractions.Fraction, lambda v: {"$": type(v).__name__.lower(), "v": str(v)}),
+    (range | slice, lambda v: {"$": type(v).__name__, "v": [v.start, v.stop, v.step]} if _plain_bounds(v) else None),
+    (
+        torch.dtype | torch.device | torch.memory_format | torch.layout,
+        lambda v: {"$": f"torch.{type(v).__name__}", "v": str(v).removeprefix("torch.")},
+    ),
+    (np.dtype, lambda v: None if v.hasobject or v.names else {"$": "np.dtype", "v": v.str}),
+)
+"""How the kinds of leaves are written; the first one that fits. `rebuild` reads them by the same names."""
+_CONTAINERS: Sequence[tuple[type | types.UnionType, Callable[[Any], OpenedContainer | None]]] = (
+    (dict, _open_mapping),
+    (torch.Size, lambda v: _items([int(x) for x in v], {"$": "torch.Size"})),
+    (set, lambda v: _items(list(v), {"$": "set"})),
+    (frozenset, lambda v: _items(list(v), {"$": "frozenset"})),
+    (collections.deque, lambda v: _items(list(v), {"$": "deque", "maxlen": v.maxlen})),
+    (argparse.Namespace, lambda v: _fields(vars(v), {"$": "namespace"})),
+    (types.SimpleNamespace, lambda v: _fields(vars(v), {"$": "simplenamespace"})),
+)
+"""The kinds of containers that their classes tell."""
+_GENERATORS: Sequence[tuple[type, Callable[[Any], OpenedContainer]]] = (
+    (torch.Generator, lambda v: _one("state", v.get_state(), {"$": "torch.Generator", "device": str(v.device)})),
+    (np.random.Generator, lambda v: _one("state", v.bit_generator.state, {"$": "np.Generator"})),
+    (np.random.RandomState, lambda v: _one("state", v.get_state(legacy=False), {"$": "np.RandomState"})),
+    (random.Random, lambda v: _one("state", v.getstate(), {"$": "random.Random"})),
+)

@@ -358,6 +358,69 @@ def level_of(event: Event) -> int:
             return logging.DEBUG
 
 
+def line(event: Event, *, count: int = 1) -> str:
+    """The event in one line for people; `count`: of failures like this one in a row, which get a short line."""
+    match event:
+        case SnapshotStaged():
+            return (
+                f"step {event.step}: {size(event.nbytes)} staged, training blocked for {duration(event.stall_seconds)}"
+            )
+        case SnapshotCommitted():
+            return (
+                f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} after "
+                f"{duration(event.latency_seconds)}, {size(event.written_bytes)} written"
+            )
+        case SnapshotFound():
+            return f"step {event.step}: snapshot {event.snapshot} is the newest on {event.tier}"
+        case AttemptsFound():
+            failed = sum(kind != "" for kind in event.failures)
+            return f"of {count_of(len(event.lasted), 'earlier attempt')} {failed} failed"
+        case MemoryFlushed():
+            return f"step {event.step}: the newest in memory when that was to become durable; what could, is"
+        case SnapshotFailed() if count > 1:
+            return (
+                f"step {event.step}: {count} snapshots in a row did not become durable, as before [{event.code}]"
+                + _hint(event)
+            )
+        case SnapshotFailed():
+            snapshot = f"snapshot {event.snapshot}" if event.snapshot else "its snapshot"  # the writer names it
+            return (
+                f"step {event.step}: {snapshot} did not become durable on {event.tier}: "
+                f"[{event.code}] {event.message}; older snapshots are untouched" + _hint(event)
+            )
+        case SnapshotSkipped():
+            return f"step {event.step}: snapshot postponed ({event.reason}), training continues"
+        case SnapshotsForgotten():
+            return f"{count_of(len(event.snapshots), 'older snapshot')} forgotten, {size(event.freed_bytes)} freed"
+        case SnapshotReplicated():
+            return (
+                f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} too, "
+                f"{size(event.sent_bytes)} sent in {duration(event.copy_seconds)}"
+                + (f"; {event.encoding}" if event.encoding else "")
+            )
+        case TierDegraded():
+            return f"{event.tier} failed and is tried again later: [{event.code}] {event.message}"
+        case TierRecovered():
+            return f"{event.tier} works again after {duration(event.away_seconds)}"
+        case IntervalChanged():
+            return f"step {event.step}: snapshots {event.why}"
+        case StaleSnapshot():
+            named = ", ".join(event.tensors) + ("" if event.count == len(event.tensors) else ", …")
+            return (
+                f"step {event.step}: the snapshot has the {event.what} of step {event.since_step} for {event.group}: "
+                f"the optimizer has stepped, and none of {count_of(event.count, 'tensor')} has changed ({named}) → "
+                f"`ckpt diff '{event.tier}#{event.since}' '{event.tier}#{event.snapshot}'` shows what has. If these "
+                f"change in training, old bytes were saved: resume from step {event.since_step} or earlier. Else look "
+                "at the group's gradients, learning rate and dtype"
+            )
+        case Requested():
+            return f"{event.who} asks to {'save now' if event.what == 'save' else event.what}"
+        case WriterLost() | Notice():
+            return event.message
+        case _:
+            return repr(event)
+
+
 def _hint(event: SnapshotFailed) -> str:
     return f" → {event.hint}" if event.hint else ""
 
@@ -402,58 +465,6 @@ def clear_bars(_: object = None) -> bool:
 LOG = logging.getLogger(LOGGER_NAME)
 """What is not an adapter's is logged here."""
 LOG.addFilter(clear_bars)
-
-
-_LINES: Mapping[type[Event], Callable[[Any], str]] = {
-    SnapshotStaged: lambda one: (
-        f"step {one.step}: {size(one.nbytes)} staged, training blocked for {duration(one.stall_seconds)}"
-    ),
-    SnapshotCommitted: lambda one: (
-        f"step {one.step}: snapshot {one.snapshot} durable on {one.tier} after "
-        f"{duration(one.latency_seconds)}, {size(one.written_bytes)} written"
-    ),
-    SnapshotFound: lambda one: f"step {one.step}: snapshot {one.snapshot} is the newest on {one.tier}",
-    AttemptsFound: lambda one: (
-        f"of {count_of(len(one.lasted), 'earlier attempt')} {sum(kind != '' for kind in one.failures)} failed"
-    ),
-    MemoryFlushed: lambda one: f"step {one.step}: the newest in memory when that was to become durable; what could, is",
-    SnapshotFailed: lambda one: (
-        # The writer names it.
-        f"step {one.step}: {f'snapshot {one.snapshot}' if one.snapshot else 'its snapshot'} did not become durable on "
-        f"{one.tier}: [{one.code}] {one.message}; older snapshots are untouched" + _hint(one)
-    ),
-    SnapshotSkipped: lambda one: f"step {one.step}: snapshot postponed ({one.reason}), training continues",
-    SnapshotsForgotten: lambda one: (
-        f"{count_of(len(one.snapshots), 'older snapshot')} forgotten, {size(one.freed_bytes)} freed"
-    ),
-    SnapshotReplicated: lambda one: (
-        f"step {one.step}: snapshot {one.snapshot} durable on {one.tier} too, "
-        f"{size(one.sent_bytes)} sent in {duration(one.copy_seconds)}" + (f"; {one.encoding}" if one.encoding else "")
-    ),
-    TierDegraded: lambda one: f"{one.tier} failed and is tried again later: [{one.code}] {one.message}",
-    TierRecovered: lambda one: f"{one.tier} works again after {duration(one.away_seconds)}",
-    IntervalChanged: lambda one: f"step {one.step}: snapshots {one.why}",
-    StaleSnapshot: lambda one: (
-        f"step {one.step}: the snapshot has the {one.what} of step {one.since_step} for {one.group}: "
-        f"the optimizer has stepped, and none of {count_of(one.count, 'tensor')} has changed ({', '.join(one.tensors)}"
-        f"{'' if one.count == len(one.tensors) else ', …'}) → "
-        f"`ckpt diff '{one.tier}#{one.since}' '{one.tier}#{one.snapshot}'` shows what has. If these "
-        f"change in training, old bytes were saved: resume from step {one.since_step} or earlier. Else look "
-        "at the group's gradients, learning rate and dtype"
-    ),
-    Requested: lambda one: f"{one.who} asks to {'save now' if one.what == 'save' else one.what}",
-    WriterLost: lambda one: str(one.message),
-    Notice: lambda one: str(one.message),
-}
-"""The line of each kind of event."""
-
-
-def line(event: Event, *, count: int = 1) -> str:
-    """The event in one line for people; `count`: of failures like this one in a row, which get a short line."""
-    if isinstance(event, SnapshotFailed) and count > 1:
-        many = f"step {event.step}: {count} snapshots in a row did not become durable, as before [{event.code}]"
-        return many + _hint(event)
-    return _LINES.get(type(event), repr)(event)
 
 
 def is_heard(logger: logging.Logger) -> bool:

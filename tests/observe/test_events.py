@@ -50,9 +50,3 @@ def test_events_are_values(event: Event) -> None:
     """No sink can change an event."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(event, dataclasses.fields(event)[0].name, "changed")
-
-
-@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: event.name)
-def test_every_kind_has_a_line(event: Event) -> None:
-    """Each event is a sentence for people, and none is the text of an object."""
-    assert events.line(event) not in ("", repr(event))

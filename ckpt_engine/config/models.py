@@ -44,7 +44,7 @@ from ckpt_engine.config.option_types import (
     refuse,
 )
 from ckpt_engine.config.reporting import EventCalls, Log, Status
-from ckpt_engine.config.sections import Keep, KeepRules, Preemption, ResumeChanges, Rollback, Section
+from ckpt_engine.config.sections import Keep, KeepRules, Preemption, ResumeChanges, Rollback, Seal, Section
 from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.plugins import CODECS, plugin
 
@@ -183,6 +183,8 @@ class Tier(Section):
         default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."
     )
 
+    seal: Seal | None = Field(default=None, description="How this tier is sealed, instead of the general way.")
+
     @property
     def is_folder(self) -> bool:
         """Whether it is a folder of this machine, or one that looks so."""
@@ -190,10 +192,11 @@ class Tier(Section):
         return scheme is None or scheme[1].lower() == "file"
 
     def for_storage(self) -> dict[str, Any]:
-        """`storage_options` with what else the storage has to know; a local folder takes none."""
+        """`storage_options` with what else the storage has to know; a local folder takes only how it is sealed."""
+        sealed = {} if self.seal is None else {"seal": self.seal.model_dump(exclude_unset=True)}
         if self.is_folder:
-            return self.storage_options
-        return {"concurrency": self.concurrency, **self.storage_options}
+            return {**self.storage_options, **sealed}
+        return {"concurrency": self.concurrency, **self.storage_options, **sealed}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -300,6 +303,9 @@ class Config(Section):
         "missing then the writer process copies, or the next run.",
     )
     keep: KeepRules = Field(default_factory=Keep, description="Which snapshots are kept.")
+    seal: Seal | None = Field(
+        default=None, description="Encrypt and sign what is written, and refuse what is not; see docs/seal.md."
+    )
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list, json_schema_input_type=_Places)] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
     )
@@ -391,9 +397,13 @@ class Config(Section):
 
     @field_validator("tiers", mode="after")
     @classmethod
-    def _tiers_fit_together(cls, listed: tuple[Tier, ...]) -> Tiers:
+    def _tiers_fit_together(cls, listed: tuple[Tier, ...], info: ValidationInfo) -> Tiers:
         if any(tier.url == MEMORY for tier in listed[1:]):
             raise option_error("the memory tier is the nearest one: it comes first, and once")
+        general = {"seal": info.data.get("seal")} if info.data.get("seal") is not None else {}
+        listed = tuple(
+            tier if tier.seal is not None or tier.url == MEMORY else tier.model_copy(update=general) for tier in listed
+        )
         tiers = Tiers.of(listed) if listed else None
         if not tiers:
             more = ", too: memory does not outlive the machine" if listed else ""

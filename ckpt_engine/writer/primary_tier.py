@@ -106,7 +106,7 @@ class PrimaryTier:
         self._has_limits = Retention.of(policy).limits != ByteLimits()
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
-        folder = repository.storage.capabilities.folder
+        folder = repository.storage.capabilities.locks
         self._device = None if folder is None else device_of(folder.root)
         self._progress = aside.waiting
         self._emit = emit
@@ -421,7 +421,7 @@ class PrimaryTier:
             with suppress(CkptError, OSError):  # whatever it was, it is lost
                 self._lease.release()
             self._progress.moved(LEASE_SECONDS)
-            removed, folder = Repository(storage).record() is None, storage.capabilities.folder
+            removed, folder = Repository(storage).record() is None, storage.capabilities.locks
             if removed and folder is not None and device_of(folder.root) != self._device:
                 raise StorageMissingError(
                     f"the disk of {self._url} is gone, and the folder would be made on another one",

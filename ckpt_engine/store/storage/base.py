@@ -18,6 +18,7 @@ from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.partial_file import PartialFile
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 
 BURST_SECONDS = 0.25
 SLICE_BYTES = 4 << 20
@@ -46,6 +47,7 @@ class Capabilities:
 
     Args:
         folder: its objects are files of this folder.
+        locks: the folder whose files can be locked, also where others have other bytes than its objects.
         metered: makes the same storage with another meter, which is made of the one it has.
         versions: its conditional writes.
         view: bytes of a data file where they are in memory; raises as `get_into`.
@@ -65,6 +67,7 @@ class Capabilities:
     """
 
     folder: Folder | None = None
+    locks: Folder | None = None
     metered: Callable[[Callable[[Meter], Meter]], Storage] | None = None
     versions: Versions | None = None
     view: Callable[[str, int, int], memoryview] | None = None
@@ -291,7 +294,7 @@ class MeteredStorage(WrapperStorage):
         return replace(super().capabilities, metered=lambda wrap: MeteredStorage(self.inner, wrap(self._meter)))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        self._meter.take_turn(sum(block.nbytes for block in blocks))
+        self._meter.take_turn(MemoryBlocks.of(blocks).nbytes)
         self.inner.put(name, blocks, exclusive=exclusive)
 
 

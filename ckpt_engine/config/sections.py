@@ -175,7 +175,7 @@ class Seal(Section):
     sign: FilePath | None = Field(default=None, description="File of the key that signs; not given: key.")
     key: FilePath | None = Field(
         default=None,
-        description="File of the key that opens; not given: the file that the environment variable CKPT_KEY_FILE names. "
+        description="File of the key that opens; not given: the file that $CKPT_KEY_FILE names. "
         "A trainer that only writes needs none.",
     )
     signed_by: tuple[Text, ...] = Field(

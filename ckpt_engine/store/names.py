@@ -36,6 +36,8 @@ DATA = "data/"
 PINS = "pins/"
 PARTS = "parts/"
 ROWS = "replay/"
+SEALED = b"CKPTSEAL"
+"""What each sealed object begins with."""
 
 MANIFEST_BYTES = 128 << 20
 """The most that a manifest, a part record or the catalog may have. Data files have no limit."""

@@ -1,6 +1,6 @@
 """The keys of sealed places: key files, recipients, and the objects that hold the key of each snapshot.
 
-An object `keys/<snapshot>-<random>` has two lines: a statement in JSON, and the Ed25519 signature of its bytes. The
+An object `keys/<snapshot>-<random>` is a statement in JSON, and at its end the Ed25519 signature of its bytes. The
 statement has the key, wrapped for each recipient by HPKE (MLKEM768_X25519, HKDF-SHA256, AES-256-GCM), its commitment,
 the place that it belongs to, and the manifests that were sealed with it.
 """
@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.hpke import (
 )
 
 from ckpt_engine.errors import ConfigError, SealError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import json_checks, names
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import translating
 
@@ -49,6 +49,7 @@ _SECRET_BYTES = 64 + 32 + 32
 _MLKEM_BYTES = 1184
 _PUBLIC_BYTES = _MLKEM_BYTES + 32 + 32
 _CHECK_BYTES = 4
+_SIGNATURE_BYTES = 64
 
 
 def _text_of(data: bytes) -> str:
@@ -237,12 +238,11 @@ class KeyRing:
         where, self._root = f"{storage.url}/{name}", None
         root = self.root(storage)
         try:
-            text, _, signature = storage.get(name, 0, names.SMALL_BYTES).partition(b"\n")
+            data = storage.get(name, 0, names.SMALL_BYTES)
         except StorageMissingError as err:
             raise SealError(f"{where} is missing: what it is the key of cannot be opened") from err
-        with json_checks.reading(f"{where} is damaged"):
-            proof = urlsafe_b64decode(signature)
-        if not any(_is_signed(one, proof, text) for one in self._accepted):
+        text, signature = data[:-_SIGNATURE_BYTES], data[-_SIGNATURE_BYTES:]
+        if not any(_is_signed(one, signature, text) for one in self._accepted):
             raise SealError(
                 f"{where} is not signed by one of seal.signed_by",
                 hint="name its signer there if you trust it; else somebody else wrote this",
@@ -277,8 +277,8 @@ class KeyRing:
                 ],
             }
             text = json.dumps(statement).encode()
-            signed = b"%s\n%s\n" % (text, urlsafe_b64encode(self._signer.signing.sign(text)))
-            storage.put(key.name, [memoryview(signed)], exclusive=False)
+            signature = self._signer.signing.sign(text)
+            storage.put(key.name, [memoryview(text), memoryview(signature)], exclusive=False)
             key.is_stored = True
 
     def rotate(self, storage: Storage) -> int:

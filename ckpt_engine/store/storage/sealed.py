@@ -35,7 +35,6 @@ _TAG_BYTES = 16
 _ROOM_BYTES = CHUNK_BYTES - _TAG_BYTES
 _BATCH_BYTES = 16 * CHUNK_BYTES
 """What is sealed, read or written at once."""
-_MAGIC = b"CKPTSEAL"
 _HEADER = struct.Struct(">8s8sQ40s")
 """Magic, the number of the key, the bytes that are sealed, and a salt."""
 _OWNER = re.compile(r"/([0-9]{8,}-s[0-9]{10,}-[0-9a-f]{8})[-.]")
@@ -207,7 +206,7 @@ class SealedStorage(WrapperStorage):
             self._ring.publish(self.inner, key)
         nbytes = sum(block.nbytes for block in blocks)
         number = bytes.fromhex(key.name.rpartition("-")[2])
-        header = _HEADER.pack(_MAGIC, number, nbytes, os.urandom(40))
+        header = _HEADER.pack(names.SEALED, number, nbytes, os.urandom(40))
         file = SealedFile.of(name, header, key, self._ring.root(self.inner))
         self.inner.put(name, SealedBlocks(file, blocks), exclusive=exclusive)
 
@@ -243,7 +242,7 @@ class SealedStorage(WrapperStorage):
             raise
 
     def _file(self, name: str, header: bytes) -> SealedFile:
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        if len(header) < _HEADER.size or not header.startswith(names.SEALED):
             raise SealError(
                 f"{self.url}/{name} is not sealed, and seal asks for it",
                 hint="`ckpt cp --seal` seals a run; if this one was sealed, somebody has changed it",
@@ -286,6 +285,10 @@ class SealedStorage(WrapperStorage):
         freed = self.inner.sweep()
         self._delete_keys()
         return freed
+
+    def rotate(self) -> int:
+        """Wrap all keys anew, as `KeyRing.rotate`. Needs the lease."""
+        return self._ring.rotate(self.inner)
 
     def _delete_keys(self) -> None:
         """Remove the keys of snapshots of which nothing is left; what is newer than all others may be on its way."""

@@ -1,0 +1,189 @@
+"""Sealed runs from end to end: saved, killed, resumed, verified, copied, followed, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import Checkpointer, follow
+from ckpt_engine.cli.main import main
+from ckpt_engine.errors import ForeignError, NoUsableSnapshotError, SealError
+from ckpt_engine.store import names
+from ckpt_engine.store.storage.seal_keys import KEY_VARIABLE, KeyPair
+from tests.servers.fixtures import bucket, moto  # noqa: F401
+from tests.servers.s3 import S3Server
+
+SCRIPT = Path(__file__).parent / "sealed_script.py"
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A key file, and no other one in the environment."""
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    KeyPair.make(str(tmp_path / "key"))
+    return str(tmp_path / "key")
+
+
+def trained(config: dict[str, Any], last: int, kill_after: int | None = None) -> list[str]:
+    """What the script prints; it is killed with all that it started once a step is durable."""
+    command = [sys.executable, str(SCRIPT), json.dumps(config), str(last)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if line.strip() == f"durable {kill_after}":
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(60) == (0 if kill_after is None else -signal.SIGKILL)
+    return lines
+
+
+def ckpt(*arguments: object) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(one) for one in arguments])
+    return int(ended.value.code or 0)
+
+
+def weights_at(step: int) -> torch.Tensor:
+    """What the script saves."""
+    return torch.arange(50_000.0) + (torch.arange(50_000) < step * 10) * step
+
+
+@pytest.mark.parametrize("codec", ["raw", "delta"])
+def test_a_killed_run_resumes_and_shows_nothing_of_its_state(tmp_path: Path, key: str, codec: str) -> None:
+    """Every object but the lease is sealed; another process without the key is refused by name."""
+    root = tmp_path / "run"
+    tier = {"url": str(root), "codec": codec, "keep": {"last": 3}}
+    config = {"tiers": [tier], "seal": {"key": key}}
+    assert trained(config, 9, kill_after=4)[-1] == "durable 4"
+    assert trained(config, 7)[0] == "from 4"
+    with Checkpointer(config) as opened:
+        state = opened.load()
+        assert state is not None
+        assert torch.equal(state["model"]["secret_name"], weights_at(7))
+        assert [info.step for info in opened.snapshots()] == [5, 6, 7]
+    for path in root.rglob("*"):
+        if path.is_file() and path.name != names.LEASE:
+            text = path.read_bytes()
+            assert b"secret_name" not in text
+            assert path.parent.name == "keys" or text.startswith(names.SEALED), path
+    owners = {path.name[:33] for path in (root / "data").iterdir()} | {
+        path.name.removesuffix(".json") for path in (root / "snapshots").iterdir()
+    }
+    assert {path.name[:33] for path in (root / "keys").iterdir()} - owners <= {"root", *_run_keys(root)}
+    with pytest.raises(SealError, match="is sealed"):
+        Checkpointer(str(root)).load()
+
+
+def _run_keys(root: Path) -> set[str]:
+    return {path.name[:33] for path in (root / "keys").iterdir() if path.name.startswith("run-")}
+
+
+def test_who_only_writes_needs_no_key_that_opens(tmp_path: Path, key: str) -> None:
+    """Several snapshots and retention work; the recipient resumes; who cannot open is refused when it would continue."""
+    signer = str(tmp_path / "signer")
+    writes = {"to": [KeyPair.make(signer).recipient, KeyPair.read(key).recipient][1:], "sign": signer}
+    config = {"tiers": [{"url": str(tmp_path / "run")}], "seal": writes}
+    assert trained(config, 4)[-1] == "durable 4"
+    with pytest.raises(NoUsableSnapshotError, match="there is no key"), Checkpointer(config) as opened:
+        opened.load()
+    with pytest.raises(SealError, match="there is no key"), Checkpointer(config) as opened:
+        opened.save({"step": 5}, step=5)
+    reads = {"key": key, "signed_by": [KeyPair.read(signer).recipient]}
+    with Checkpointer({**config, "seal": reads}) as opened:
+        state = opened.load()
+        assert state is not None and torch.equal(state["model"]["secret_name"], weights_at(4))
+
+
+def test_a_run_in_two_tiers_on_a_disk_and_on_s3(
+    tmp_path: Path,
+    key: str,
+    moto: S3Server,  # noqa: F811
+    bucket: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The further tier has what the near one had; verify, export, cp and follow work with the key."""
+    far = {"url": f"s3://{bucket}/run", "storage_options": moto.options(part_bytes=5 << 20)}
+    config = {"tiers": [{"url": str(tmp_path / "run")}, far], "seal": {"key": key}}
+    assert trained(config, 3)[-1] == "durable 3"
+    only_far = {"tiers": [far], "seal": {"key": key}}
+    with Checkpointer(only_far) as opened:
+        state = opened.load()
+        assert state is not None and torch.equal(state["model"]["secret_name"], weights_at(3))
+    step, tensors = next(follow(only_far, component="model"))
+    assert step == 3 and torch.equal(tensors["secret_name"], weights_at(3))
+    yaml = tmp_path / "far.yaml"
+    yaml.write_text(json.dumps(only_far))
+    assert ckpt("verify", yaml) == 0
+    assert ckpt("cp", yaml, tmp_path / "opened") == 0
+    assert ckpt("verify", tmp_path / "opened") == 0
+    assert ckpt("export", yaml, tmp_path / "out.safetensors", "--to", "safetensors") == 0
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    assert ckpt("cp", "--seal", tmp_path / "opened", tmp_path / "sealed") == 0
+    assert ckpt("verify", tmp_path / "sealed") == 0
+    damaged = next((tmp_path / "sealed/data").iterdir())
+    text = bytearray(damaged.read_bytes())
+    text[len(text) // 2] ^= 1
+    damaged.write_bytes(text)
+    assert ckpt("verify", tmp_path / "sealed") == 1
+
+
+def test_objects_of_more_than_a_part_arrive_at_s3_and_are_read_in_ranges(
+    tmp_path: Path,
+    key: str,
+    moto: S3Server,  # noqa: F811
+    bucket: str,  # noqa: F811
+) -> None:
+    """Parts are sealed when they are sent, and again when the server checks them."""
+    tier = {"url": f"s3://{bucket}/run", "storage_options": moto.options(part_bytes=5 << 20, verify="always")}
+    big = torch.arange(4_000_000.0)
+    with Checkpointer({"tiers": [tier], "seal": {"key": key}}) as opened:
+        opened.save({"big": big}, step=1).wait(60)
+    with Checkpointer({"tiers": [tier], "seal": {"key": key}}) as opened:
+        state = opened.load()
+        assert state is not None and torch.equal(state["big"], big)
+
+
+def test_keys_are_made_shown_and_rotated(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data and manifests stay byte for byte; the old key opens nothing any more."""
+    root, new = tmp_path / "run", str(tmp_path / "new")
+    assert trained({"tiers": [{"url": str(root)}], "seal": {"key": key}}, 3)[-1] == "durable 3"
+    assert ckpt("keys", "new", new) == 0
+    recipient = capsys.readouterr().out.strip()
+    assert ckpt("keys", "show", new) == 0
+    assert capsys.readouterr().out == f"{recipient}\n"
+    assert ckpt("keys", "rotate", root) == 2
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.parent.name != "keys"}
+    yaml = tmp_path / "rotated.yaml"
+    signed_by = [KeyPair.read(key).recipient]
+    seal = {"key": key, "sign": new, "to": [recipient], "signed_by": signed_by}
+    yaml.write_text(json.dumps({"tiers": str(root), "seal": seal}))
+    assert ckpt("keys", "rotate", yaml) == 0
+    assert {path: path.read_bytes() for path in before if path.name != names.LEASE} == {
+        path: text for path, text in before.items() if path.name != names.LEASE
+    }
+    with Checkpointer({"tiers": str(root), "seal": {"key": new}}) as opened:
+        state = opened.load()
+        assert state is not None and int(state["step"]) == 3
+    with (
+        pytest.raises((SealError, NoUsableSnapshotError)),
+        Checkpointer({"tiers": str(root), "seal": {"key": key}}) as opened,
+    ):
+        opened.load()
+
+
+def test_a_plain_run_is_refused_where_seal_is_configured(tmp_path: Path, key: str) -> None:
+    """Neither loaded nor continued."""
+    assert trained({"tiers": [{"url": str(tmp_path / "run")}]}, 2)[-1] == "durable 2"
+    sealed = {"tiers": str(tmp_path / "run"), "seal": {"key": key}}
+    with pytest.raises((SealError, NoUsableSnapshotError, ForeignError), match="not sealed"):
+        Checkpointer(sealed).load()

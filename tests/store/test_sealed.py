@@ -190,8 +190,9 @@ def test_what_is_sealed_to_a_recipient_and_signed_by_a_stranger_is_refused(tmp_p
     stranger = str(tmp_path / "stranger")
     KeyPair.make(stranger)
     filled(tmp_path / "run", key=key)
-    forged = filled(tmp_path / "forged", to=[KeyPair.read(key).recipient], sign=stranger)
+    (tmp_path / "forged/keys").mkdir(parents=True)
     (tmp_path / "forged/keys/root").write_bytes((tmp_path / "run/keys/root").read_bytes())
+    forged = filled(tmp_path / "forged", to=[KeyPair.read(key).recipient], sign=stranger)
     with pytest.raises(SealError, match="not signed by"):
         sealed(tmp_path / "forged", key=key).get(MANIFEST)
     with pytest.raises(SealError, match="no key"):

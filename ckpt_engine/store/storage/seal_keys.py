@@ -15,6 +15,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -110,7 +111,7 @@ class KeyPair:
             ConfigError: it has none.
             StorageError: it cannot be read.
         """
-        with translating("read the key", path), open(path, errors="replace") as file:
+        with translating("read the key", path), Path(path).expanduser().open(errors="replace") as file:
             lines = [line.strip() for line in file if not line.startswith("#")]
         return cls.of(_data_of("".join(lines), _SECRET, _SECRET_BYTES, f"{path}: the text of a key"))
 
@@ -126,7 +127,7 @@ class KeyPair:
         made = cls.of(secret)
         text = f"# Secret: opens what is sealed to it, and signs.\n# {made.recipient}\n{_SECRET}{_text_of(secret)}\n"
         with translating("make the key", path):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(Path(path).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(fd, "w") as file:
                 file.write(text)
         return made

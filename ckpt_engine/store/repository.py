@@ -548,7 +548,9 @@ def parse_record(data: bytes, url: str) -> RunRecord:
     where = f"{url}/{names.RECORD}"
     hint = "remove it: the next start writes it again"
     if data.startswith(names.SEALED):
-        raise SealError(f"{url} is sealed", hint="set CKPT_KEY_FILE to a key that opens it, or name a ckpt.yaml with seal")
+        raise SealError(
+            f"{url} is sealed", hint="set CKPT_KEY_FILE to a key that opens it, or name a ckpt.yaml with seal"
+        )
     try:
         row = unseal(data, where)
     except CorruptError as err:

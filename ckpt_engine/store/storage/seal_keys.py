@@ -243,7 +243,11 @@ class KeyRing:
         except StorageMissingError as err:
             raise SealError(f"{where} is missing: what it is the key of cannot be opened") from err
         text, signature = data[:-_SIGNATURE_BYTES], data[-_SIGNATURE_BYTES:]
-        if not any(_is_signed(one, signature, text) for one in self._accepted):
+        for signer in self._accepted:
+            with suppress(InvalidSignature):
+                signer.verify(signature, text)
+                break
+        else:
             raise SealError(
                 f"{where} is not signed by one of seal.signed_by",
                 hint="name its signer there if you trust it; else somebody else wrote this",
@@ -292,14 +296,6 @@ class KeyRing:
         for key in [self.opened(storage, name) for name in found]:
             self.publish(storage, key)
         return len(found)
-
-
-def _is_signed(signer: Ed25519PublicKey, signature: bytes, text: bytes) -> bool:
-    try:
-        signer.verify(signature, text)
-    except InvalidSignature:
-        return False
-    return True
 
 
 def _unwrapped(wraps: Iterable[Any], pair: KeyPair, info: bytes) -> bytes | None:

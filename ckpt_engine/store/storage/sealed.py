@@ -87,13 +87,9 @@ class SealedFile:
         start = chunk * _ROOM_BYTES - _HEADER.size
         return max(0, start), min(self.nbytes, start + _ROOM_BYTES)
 
-    def nonce(self, chunk: int) -> bytes:
-        """Of a chunk."""
-        return chunk.to_bytes(12, "big")
-
-    def place(self, chunk: int) -> bytes:
-        """What is authenticated with a chunk."""
-        return f"{self.name} {chunk} of {self.size}".encode()
+    def seal_of(self, chunk: int) -> tuple[bytes, bytes]:
+        """The nonce of a chunk, and what is authenticated with it."""
+        return chunk.to_bytes(12, "big"), f"{self.name} {chunk} of {self.size}".encode()
 
     def open(self, raw: memoryview, first: int, start: int, out: memoryview) -> None:
         """Fill `out` with what is sealed from `start` on.
@@ -110,12 +106,13 @@ class SealedFile:
             sealed = raw[at + (0 if chunk else _HEADER.size) : at + CHUNK_BYTES]
             low, high = self.extent(chunk)
             begin, end = max(low, start), min(high, start + len(out))
+            nonce, place = self.seal_of(chunk)
             try:
                 if (begin, end) == (low, high):
                     part = out[low - start : high - start]
-                    self.cipher.decrypt_into(self.nonce(chunk), sealed, self.place(chunk), part)
+                    self.cipher.decrypt_into(nonce, sealed, place, part)
                 else:
-                    whole = self.cipher.decrypt(self.nonce(chunk), sealed, self.place(chunk))
+                    whole = self.cipher.decrypt(nonce, sealed, place)
                     out[begin - start : end - start] = whole[begin - low : end - low]
             except (InvalidTag, ValueError) as err:
                 raise CorruptError(f"{self.name} was changed after it was sealed, near byte {low}") from err
@@ -161,7 +158,8 @@ class SealedBlocks(MemoryBlocks, Sequence[memoryview]):
             parts = list(self._plain.views(low, high - low, CHUNK_BYTES))
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             sealed = room[at : at + high - low + _TAG_BYTES]
-            file.cipher.encrypt_into(file.nonce(chunk), data, file.place(chunk), sealed)
+            nonce, place = file.seal_of(chunk)
+            file.cipher.encrypt_into(nonce, data, place, sealed)
             tag = bytes(sealed[-_TAG_BYTES:])
             # Of other bytes under the same nonce nothing may leave this process.
             if self._tags.setdefault(chunk, tag) != tag:

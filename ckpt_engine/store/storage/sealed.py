@@ -8,7 +8,6 @@ from that of the snapshot, the header, the place and the name; the nonce is the 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import struct
@@ -26,15 +25,17 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from ckpt_engine.errors import CorruptError, SealError, StorageError
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, WrapperStorage
-from ckpt_engine.store.storage.disk import require_size
+from ckpt_engine.store.storage.disk import private_memory, require_size
 from ckpt_engine.store.storage.seal_keys import KEYS, RUN, KeyRing, SnapshotKey
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 
 CHUNK_BYTES = 256 << 10
 _TAG_BYTES = 16
 _ROOM_BYTES = CHUNK_BYTES - _TAG_BYTES
-_BATCH_BYTES = 16 * CHUNK_BYTES
-"""What is sealed, read or written at once."""
+_BATCH_BYTES = 4 << 20
+"""What is opened at once, or sealed for a part of an upload."""
+_WRITE_BYTES = 16 << 20
+"""What is sealed for a disk at once: it takes that faster than less."""
 _HEADER = struct.Struct(">8s8sQ40s")
 """Magic, the number of the key, the bytes that are sealed, and a salt."""
 _OWNER = re.compile(r"/([0-9]{8,}-s[0-9]{10,}-[0-9a-f]{8})[-.]")
@@ -125,32 +126,46 @@ class SealedBlocks(MemoryBlocks, Sequence[memoryview]):
         self._file = file
         self._plain = MemoryBlocks(blocks)
         self._tags: dict[int, bytes] = {}
-        self._room = memoryview(mmap.mmap(-1, min(_BATCH_BYTES, -(-file.size // mmap.PAGESIZE) * mmap.PAGESIZE)))
         self.nbytes = file.size
 
     def close(self) -> None:
         self._plain.close()
 
     def __len__(self) -> int:
-        return -(-self.nbytes // _BATCH_BYTES)
+        return -(-self.nbytes // _WRITE_BYTES)
 
     def __getitem__(self, index: Any) -> Any:
-        """Some of the bytes; they are there until others are asked for."""
-        if index >= len(self):
-            raise IndexError(index)
-        return self._sealed(index, self._room)
+        return self._sealed(index * _WRITE_BYTES, memoryview(private_memory(_WRITE_BYTES)))
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Each one is there until the next is asked for, which is made meanwhile."""
+        rooms = [memoryview(private_memory(min(self.nbytes, _WRITE_BYTES))) for _ in range(min(2, len(self)))]
+        made: dict[int, memoryview] = {}
+
+        def make(index: int) -> None:
+            made[index] = self._sealed(index * _WRITE_BYTES, rooms[index % 2])
+
+        make(0)
+        for index in range(1, len(self)):
+            ahead = threading.Thread(target=make, args=(index,), name="ckpt-encrypt", daemon=True)
+            ahead.start()
+            try:
+                yield made.pop(index - 1)
+            finally:
+                ahead.join()  # it reads the caller's memory
+        yield made.pop(len(self) - 1)
 
     def views(self, start: int, nbytes: int, most: int) -> Iterator[memoryview]:
         end = start + nbytes
-        for batch in range(start // _BATCH_BYTES, -(-end // _BATCH_BYTES)):
-            base = batch * _BATCH_BYTES
-            made = self._sealed(batch, memoryview(bytearray(min(_BATCH_BYTES, self.nbytes - base))))
+        for base in range(start - start % _BATCH_BYTES, end, _BATCH_BYTES):
+            made = self._sealed(base, memoryview(bytearray(min(_BATCH_BYTES, self.nbytes - base))))
             yield from MemoryBlocks([made[max(0, start - base) : end - base]]).views(0, len(made), most)
 
-    def _sealed(self, batch: int, room: memoryview) -> memoryview:
-        file, end = self._file, min((batch + 1) * _BATCH_BYTES, self.nbytes)
-        for chunk in range(batch * _BATCH_BYTES // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            at = chunk * CHUNK_BYTES - batch * _BATCH_BYTES
+    def _sealed(self, base: int, room: memoryview) -> memoryview:
+        """What the object has from `base` on, as far as there is room."""
+        file, end = self._file, min(base + len(room), self.nbytes)
+        for chunk in range(base // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            at = chunk * CHUNK_BYTES - base
             if not chunk:
                 room[: _HEADER.size] = file.header
                 at = _HEADER.size
@@ -164,7 +179,7 @@ class SealedBlocks(MemoryBlocks, Sequence[memoryview]):
             # Of other bytes under the same nonce nothing may leave this process.
             if self._tags.setdefault(chunk, tag) != tag:
                 raise StorageError(f"memory has changed while it was written to {file.name}")
-        return room[: end - batch * _BATCH_BYTES]
+        return room[: end - base]
 
 
 @lru_cache(maxsize=64)
@@ -254,7 +269,7 @@ class SealedStorage(WrapperStorage):
             raise CorruptError(f"{self.url}/{file.name} ends at byte {file.nbytes}, needed up to {start + len(out)}")
         room = getattr(_rooms, "kept", None)
         if room is None:
-            room = _rooms.kept = memoryview(mmap.mmap(-1, _BATCH_BYTES))
+            room = _rooms.kept = memoryview(private_memory(_BATCH_BYTES))
         done = 0
         while done < len(out):
             first = (_HEADER.size + start + done) // _ROOM_BYTES

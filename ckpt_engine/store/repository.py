@@ -266,6 +266,7 @@ class Repository:
             url = self.storage.url
             raise StorageMissingError(f"no snapshot {snapshot} at {url}", hint=f"ckpt ls {url}") from err
         with self._locating(name):
+            _require_open(data)
             manifest = known.get(data) or manifest_codec.decode(data)
             _require_id(manifest.info, snapshot)
         self.remember(manifest)
@@ -506,6 +507,7 @@ class Repository:
         name = names.manifest_name(snapshot)
         head = self.storage.get(name, 0, manifest_codec.HEAD_BYTES)
         with self._locating(name):
+            _require_open(head)
             info = manifest_codec.decode_info(head)
             if info is not None:
                 _require_id(info, snapshot)
@@ -528,6 +530,11 @@ class Repository:
                 )
 
 
+def _require_open(data: bytes) -> None:
+    if data.startswith(names.SEALED):
+        raise SealError("this run is sealed", hint="name a ckpt.yaml with seal, or set CKPT_KEY_FILE for `ckpt`")
+
+
 def _require_id(info: SnapshotInfo, snapshot: str) -> None:
     if info.id != snapshot:
         raise CorruptError(f"this is the manifest of {info.id}")
@@ -547,10 +554,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
     """
     where = f"{url}/{names.RECORD}"
     hint = "remove it: the next start writes it again"
-    if data.startswith(names.SEALED):
-        raise SealError(
-            f"{url} is sealed", hint="set CKPT_KEY_FILE to a key that opens it, or name a ckpt.yaml with seal"
-        )
+    _require_open(data)
     try:
         row = unseal(data, where)
     except CorruptError as err:

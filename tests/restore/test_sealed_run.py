@@ -80,7 +80,7 @@ def test_a_killed_run_resumes_and_shows_nothing_of_its_state(tmp_path: Path, key
     objects = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
     owners = {owner_of(name) for name in objects if not name.startswith("keys/")}
     assert {owner_of(name) for name in objects} == owners
-    with pytest.raises(SealError, match="is sealed"):
+    with pytest.raises(NoUsableSnapshotError, match="this run is sealed"):
         Checkpointer(str(root)).load()
 
 

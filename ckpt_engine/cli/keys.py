@@ -1,4 +1,4 @@
-"""`ckpt keys`: makes and shows the keys of sealed runs, and wraps a run's keys for other recipients."""
+"""`ckpt keys`: the keys of sealed runs."""
 
 from __future__ import annotations
 
@@ -44,16 +44,15 @@ def rotate(root: str) -> None:
     Data and manifests stay as they are. seal.key has to open the keys, and seal.signed_by to accept their present
     signer. Stop the run before.
     """
-    from ckpt_engine.store.storage.sealed import SealedStorage
-
     for tier in options_of(root).tiers:
         storage = repository_of(tier).storage
-        if tier.seal is None or not tier.seal.to or not isinstance(storage, SealedStorage):
+        rotate_keys = storage.capabilities.rotate
+        if tier.seal is None or not tier.seal.to or rotate_keys is None:
             raise ConfigError(
                 f"{tier.url} has no seal.to: who is to open it?",
                 hint="name a ckpt.yaml whose seal.to has all recipients",
             )
         with acquire(storage):
             print_text(
-                f"{count(storage.rotate(), 'key')} wrapped for {count(len(tier.seal.to), 'recipient')} at {tier.url}"
+                f"{count(rotate_keys(), 'key')} wrapped for {count(len(tier.seal.to), 'recipient')} at {tier.url}"
             )

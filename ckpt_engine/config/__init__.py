@@ -67,6 +67,15 @@ class KeepOptions(RulesOptions, total=False):
     components: Mapping[str, RulesOptions]
 
 
+class SealOptions(TypedDict, total=False):
+    """The section `seal`."""
+
+    to: Sequence[str]
+    sign: str
+    key: str
+    signed_by: Sequence[str]
+
+
 class TierOptions(TypedDict, total=False):
     """One of `tiers`."""
 
@@ -81,6 +90,7 @@ class TierOptions(TypedDict, total=False):
     on_failure: Literal["degrade", "fail"]
     codec: str
     storage_options: Mapping[str, Any]
+    seal: SealOptions
 
 
 class LostWorkOptions(TypedDict, total=False):
@@ -168,6 +178,7 @@ class Options(TypedDict, total=False):
     at_end: bool | None
     wait_at_end: Duration | None
     keep: KeepOptions | int | None
+    seal: SealOptions | None
     tiers: Folder | TierOptions | Sequence[Folder | TierOptions] | None
     preemption: PreemptionOptions | None
     status: StatusOptions | None

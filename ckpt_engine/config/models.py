@@ -194,9 +194,8 @@ class Tier(Section):
     def for_storage(self) -> dict[str, Any]:
         """`storage_options` with what else the storage has to know; a local folder takes only how it is sealed."""
         sealed = {} if self.seal is None else {"seal": self.seal.model_dump(exclude_unset=True)}
-        if self.is_folder:
-            return {**self.storage_options, **sealed}
-        return {"concurrency": self.concurrency, **self.storage_options, **sealed}
+        requests = {} if self.is_folder else {"concurrency": self.concurrency}
+        return {**requests, **self.storage_options, **sealed}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -303,9 +302,7 @@ class Config(Section):
         "missing then the writer process copies, or the next run.",
     )
     keep: KeepRules = Field(default_factory=Keep, description="Which snapshots are kept.")
-    seal: Seal | None = Field(
-        default=None, description="Encrypt and sign what is written, and refuse what is not; see docs/seal.md."
-    )
+    seal: Seal | None = Field(default=None, description="Encrypt and sign all that is written; see docs/seal.md.")
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list, json_schema_input_type=_Places)] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
     )

@@ -25,6 +25,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckpt_engine.errors import SealError
+
 RECORD = "ckpt.json"
 LEASE = "lease.json"
 STATUS = "status.json"
@@ -193,6 +195,15 @@ def most_bytes(name: str) -> int:
     if rows_rank(name) is not None:
         return ROWS_BYTES
     return MANIFEST_BYTES + (SMALL_BYTES if pin_id(name) else 0)
+
+
+def refuse_sealed(data: bytes) -> None:
+    """Raises `SealError` for the bytes of a sealed object, which nothing but its storage reads."""
+    if data.startswith(SEALED):
+        raise SealError(
+            "this run is sealed",
+            hint="name a ckpt.yaml with the section seal, or set CKPT_KEY_FILE for the command line",
+        )
 
 
 def is_ours(name: str) -> bool:

@@ -19,7 +19,6 @@ from ckpt_engine.errors import (
     ForeignError,
     FormatError,
     NewerFormatError,
-    SealError,
     StorageError,
     StorageExistsError,
     StorageMissingError,
@@ -266,7 +265,6 @@ class Repository:
             url = self.storage.url
             raise StorageMissingError(f"no snapshot {snapshot} at {url}", hint=f"ckpt ls {url}") from err
         with self._locating(name):
-            _require_open(data)
             manifest = known.get(data) or manifest_codec.decode(data)
             _require_id(manifest.info, snapshot)
         self.remember(manifest)
@@ -507,7 +505,6 @@ class Repository:
         name = names.manifest_name(snapshot)
         head = self.storage.get(name, 0, manifest_codec.HEAD_BYTES)
         with self._locating(name):
-            _require_open(head)
             info = manifest_codec.decode_info(head)
             if info is not None:
                 _require_id(info, snapshot)
@@ -530,11 +527,6 @@ class Repository:
                 )
 
 
-def _require_open(data: bytes) -> None:
-    if data.startswith(names.SEALED):
-        raise SealError("this run is sealed", hint="name a ckpt.yaml with seal, or set CKPT_KEY_FILE for `ckpt`")
-
-
 def _require_id(info: SnapshotInfo, snapshot: str) -> None:
     if info.id != snapshot:
         raise CorruptError(f"this is the manifest of {info.id}")
@@ -554,10 +546,10 @@ def parse_record(data: bytes, url: str) -> RunRecord:
     """
     where = f"{url}/{names.RECORD}"
     hint = "remove it: the next start writes it again"
-    _require_open(data)
     try:
         row = unseal(data, where)
     except CorruptError as err:
+        names.refuse_sealed(data)
         raise CorruptError(err.message, hint=hint) from err
     with json_checks.reading(f"{where} is damaged", hint):
         json_checks.require(bool(row), "it says nothing")

@@ -30,6 +30,7 @@ SECTIONS = {
     config.LogOptions: reporting.Log,
     config.OnOptions: reporting.EventCalls,
     config.RollbackOptions: sections.Rollback,
+    config.SealOptions: sections.Seal,
 }
 
 

@@ -62,6 +62,7 @@ class Capabilities:
         silent_seconds: how long a request has been without a sign; 0: there is none.
         server_seconds: asks for the server's wall clock; None: it does not tell.
         encrypted: whether the channel protects the bytes.
+        rotate: wraps the keys of what is sealed for the recipients of now, and says how many; needs the lease.
         duplicate: of another storage, what makes the object of a name here as it is there, in the place of one that is
             here, without its bytes passing this process; it says whether it could. None: nothing can.
     """
@@ -82,6 +83,7 @@ class Capabilities:
     silent_seconds: Callable[[], float] | None = None
     server_seconds: Callable[[], float | None] | None = None
     encrypted: Callable[[], bool] | None = None
+    rotate: Callable[[], int] | None = None
     duplicate: Callable[[Storage], Duplicate | None] = lambda _: None
 
 

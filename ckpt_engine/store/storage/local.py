@@ -111,7 +111,7 @@ class LocalStorage:
             self.make_folder(folder)
             if exclusive and os.path.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            nbytes = MemoryBlocks.of(blocks).nbytes
+            nbytes = blocks.nbytes if isinstance(blocks, MemoryBlocks) else sum([block.nbytes for block in blocks])
             if nbytes >= DIRECT_MIN_BYTES:
                 # Fail before a big write rather than after it has filled the disk for everybody.
                 stat = os.statvfs(folder)

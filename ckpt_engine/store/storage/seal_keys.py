@@ -1,4 +1,4 @@
-"""The keys of sealed places: key files, recipients, and the objects that hold the key of each snapshot.
+"""The keys of sealed places.
 
 An object `keys/<snapshot>-<random>` is a statement in JSON, and at its end the Ed25519 signature of its bytes. The
 statement has the key, wrapped for each recipient by HPKE (MLKEM768_X25519, HKDF-SHA256, AES-256-GCM), its commitment,
@@ -175,9 +175,7 @@ class KeyRing:
         self._to = [Recipient.parse(text).encryption for text in to or own]
         self._accepted = [Recipient.parse(text).signing for text in signed_by or own]
         if not self._accepted:
-            raise ConfigError(
-                "seal names nobody whose signatures count", hint=f"give key, sign or signed_by, or set {KEY_VARIABLE}"
-            )
+            raise ConfigError("seal accepts no signature", hint=f"give key, sign or signed_by, or set {KEY_VARIABLE}")
         self._lock = threading.RLock()
         self._root: bytes | None = None
         self._own: dict[str, SnapshotKey] = {}

@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
@@ -202,7 +202,9 @@ class SealedStorage(WrapperStorage):
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, folder=None, view=None, duplicate=lambda _: None)
+        own = super().capabilities
+        rotate = partial(self._ring.rotate, self.inner)
+        return replace(own, folder=None, view=None, rotate=rotate, duplicate=lambda _: None)
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         if name == names.LEASE:
@@ -298,10 +300,6 @@ class SealedStorage(WrapperStorage):
         freed = self.inner.sweep()
         self._delete_keys()
         return freed
-
-    def rotate(self) -> int:
-        """Wrap all keys anew, as `KeyRing.rotate`. Needs the lease."""
-        return self._ring.rotate(self.inner)
 
     def _delete_keys(self) -> None:
         """Remove the keys of snapshots of which nothing is left; what is newer than all others may be on its way."""

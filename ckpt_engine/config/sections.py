@@ -170,7 +170,7 @@ class Seal(Section):
     """Who can open what is written, and whose signature is accepted. Every object is encrypted and signed."""
 
     to: tuple[Text, ...] = Field(
-        default=(), description="Recipients, as `ckpt keys show` prints them; none: the one of sign, else of key."
+        default=(), description="Recipients, as `ckpt keys show` prints them; none: the one of key, else of sign."
     )
     sign: FilePath | None = Field(default=None, description="File of the key that signs; not given: key.")
     key: FilePath | None = Field(

@@ -65,25 +65,16 @@ def _data_of(text: str, prefix: str, nbytes: int, what: str) -> bytes:
     raise ConfigError(f"{what} begins with {prefix} and is copied whole: this is none", hint="`ckpt keys show FILE`")
 
 
-@dataclass(frozen=True, slots=True)
-class Recipient:
-    """The public halves of a key file."""
+def parse_recipient(text: str) -> tuple[MLKEM768X25519PublicKey, Ed25519PublicKey]:
+    """The public keys of a recipient: what is sealed to, and what checks signatures.
 
-    encryption: MLKEM768X25519PublicKey
-    signing: Ed25519PublicKey
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """A recipient from its text.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        data = _data_of(text, _RECIPIENT, _PUBLIC_BYTES, "a recipient")
-        kem = MLKEM768PublicKey.from_public_bytes(data[:_MLKEM_BYTES])
-        agreement = X25519PublicKey.from_public_bytes(data[_MLKEM_BYTES:-32])
-        signing = Ed25519PublicKey.from_public_bytes(data[-32:])
-        return cls(MLKEM768X25519PublicKey(kem, agreement), signing)
+    Raises:
+        ConfigError: it is none.
+    """
+    data = _data_of(text, _RECIPIENT, _PUBLIC_BYTES, "a recipient")
+    kem = MLKEM768PublicKey.from_public_bytes(data[:_MLKEM_BYTES])
+    agreement = X25519PublicKey.from_public_bytes(data[_MLKEM_BYTES:-32])
+    return MLKEM768X25519PublicKey(kem, agreement), Ed25519PublicKey.from_public_bytes(data[-32:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +118,8 @@ class KeyPair:
         made = cls.of(secret)
         text = f"# Secret: opens what is sealed to it, and signs.\n# {made.recipient}\n{_SECRET}{_text_of(secret)}\n"
         with translating("make the key", path):
-            fd = os.open(Path(path).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(fd, "w") as file:
-                file.write(text)
+            Path(path).expanduser().touch(0o600, exist_ok=False)
+            Path(path).expanduser().write_text(text)
         return made
 
 
@@ -148,7 +138,7 @@ class SnapshotKey:
     manifests: list[str] = field(default_factory=list)
     is_stored: bool = False
 
-    def digest(self, name: str, text: bytes) -> str:
+    def digest(self, name: str, text: bytes | memoryview) -> str:
         """What its object says of a manifest; tells nothing of it to those without the key."""
         return hashlib.sha256(b"%s%s %s" % (self.secret, name.encode(), text)).hexdigest()
 
@@ -157,10 +147,13 @@ class KeyRing:
     """The keys of one sealed place. Any thread.
 
     Args:
-        to: recipients; none: the key itself.
+        to: recipients; none: that of `key`, else of `sign`.
         sign: file of the key that signs; None: `key`.
         key: file of the key that opens; None: nothing can be opened.
         signed_by: recipients whose signatures count; none: the signer's own.
+
+    Attributes:
+        root: tells this place from others, so that nothing of one is accepted in another; empty before a key is used.
 
     Raises:
         ConfigError, StorageError: these are no keys.
@@ -171,39 +164,21 @@ class KeyRing:
     ) -> None:
         self._pair = KeyPair.read(key) if key else None
         self._signer = KeyPair.read(sign) if sign else self._pair
-        own = [one.recipient for one in (self._signer,) if one is not None]
-        self._to = [Recipient.parse(text).encryption for text in to or own]
-        self._accepted = [Recipient.parse(text).signing for text in signed_by or own]
+        pairs = [one.recipient for one in (self._signer, self._pair) if one is not None]
+        self._to = [parse_recipient(text)[0] for text in to or pairs[-1:]]
+        self._accepted = [parse_recipient(text)[1] for text in signed_by or pairs[:1]]
         if not self._accepted:
             raise ConfigError("seal accepts no signature", hint=f"give key, sign or signed_by, or set {KEY_VARIABLE}")
         self._lock = threading.RLock()
-        self._root: bytes | None = None
+        self.root = b""
         self._own: dict[str, SnapshotKey] = {}
         self._opened: dict[str, SnapshotKey] = {}
 
-    def root(self, storage: Storage, *, make: bool = False) -> bytes:
-        """What tells this place from others, so that nothing of one counts in another.
-
-        Raises:
-            SealError: there is nothing sealed.
-        """
-        with self._lock:
-            if self._root is None or make:
-                found = b""
-                with suppress(StorageMissingError):
-                    found = storage.get(_ROOT, 0, _ROOT_BYTES)
-                if not found and make:
-                    for key in self._own.values():  # of a place that was removed
-                        key.is_stored = False
-                    found = os.urandom(_ROOT_BYTES)
-                    try:
-                        storage.put(_ROOT, [memoryview(found)])
-                    except StorageExistsError:
-                        found = storage.get(_ROOT, 0, _ROOT_BYTES)
-                if len(found) != _ROOT_BYTES:
-                    raise SealError(f"{storage.url} is not sealed, and seal asks for it", hint="`ckpt cp --seal`")
-                self._root = found
-            return self._root
+    def _read_root(self, storage: Storage) -> None:
+        try:
+            self.root = storage.get(_ROOT, 0, _ROOT_BYTES)
+        except StorageMissingError as err:
+            raise SealError(f"{storage.url}/{_ROOT} is missing: nothing there can be opened") from err
 
     def key_for(self, storage: Storage, owner: str) -> SnapshotKey:
         """The key to seal with what belongs to a snapshot, or to the run.
@@ -234,8 +209,8 @@ class KeyRing:
             return self._opened[name]
 
     def _open(self, storage: Storage, name: str) -> SnapshotKey:
-        where, self._root = f"{storage.url}/{name}", None
-        root = self.root(storage)
+        where = f"{storage.url}/{name}"
+        self._read_root(storage)
         try:
             data = storage.get(name, 0, names.SMALL_BYTES)
         except StorageMissingError as err:
@@ -251,11 +226,11 @@ class KeyRing:
                 hint="name its signer there if you trust it; else somebody else wrote this",
             )
         row = json.loads(text)
-        if (row["key"], row["root"]) != (name, root.hex()):
+        if (row["key"], row["root"]) != (name, self.root.hex()):
             raise SealError(f"{where} belongs to another place or snapshot: somebody has moved it")
         if self._pair is None:
             raise SealError(f"{where} cannot be opened: there is no key", hint=f"give seal.key, or set {KEY_VARIABLE}")
-        secret = _unwrapped(row["to"], self._pair, root + name.encode())
+        secret = _unwrapped(row["to"], self._pair, self.root + name.encode())
         if secret is None or hashlib.sha256(secret).hexdigest() != row["commitment"]:
             raise SealError(f"{where} is not sealed to the key at hand", hint="use the key of one of its recipients")
         return SnapshotKey(name, secret, row["manifests"], is_stored=True)
@@ -268,14 +243,21 @@ class KeyRing:
         """
         assert self._signer is not None
         with self._lock:
-            root = self.root(storage, make=True)
+            try:
+                self._read_root(storage)
+            except SealError:  # a new place, or one that was removed
+                for one in self._own.values():
+                    one.is_stored = False
+                with suppress(StorageExistsError):  # another rank has just made it
+                    storage.put(_ROOT, [memoryview(os.urandom(_ROOT_BYTES))])
+                self._read_root(storage)
             statement = {
                 "key": key.name,
-                "root": root.hex(),
+                "root": self.root.hex(),
                 "commitment": hashlib.sha256(key.secret).hexdigest(),
                 "manifests": key.manifests,
                 "to": [
-                    urlsafe_b64encode(_SUITE.encrypt(key.secret, one, root + key.name.encode())).decode()
+                    urlsafe_b64encode(_SUITE.encrypt(key.secret, one, self.root + key.name.encode())).decode()
                     for one in self._to
                 ],
             }

@@ -211,7 +211,6 @@ class SealedStorage(WrapperStorage):
             self.inner.put(name, blocks, exclusive=exclusive)
             return
         key = self._ring.key_for(self.inner, owner_of(name))
-        self._files.pop(name, None)
         if names.manifest_id(name) is not None:
             digest = key.digest(name, b"".join(blocks))
             if digest not in key.manifests:
@@ -222,39 +221,34 @@ class SealedStorage(WrapperStorage):
         nbytes = sum(block.nbytes for block in blocks)
         number = bytes.fromhex(key.name.rpartition("-")[2])
         header = _HEADER.pack(names.SEALED, number, nbytes, os.urandom(40))
-        file = SealedFile.of(name, header, key, self._ring.root(self.inner))
+        file = SealedFile.of(name, header, key, self._ring.root)
         self.inner.put(name, SealedBlocks(file, blocks), exclusive=exclusive)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         if name == names.LEASE:
             return self.inner.get(name, start, nbytes)
-        head = self.inner.get(name, 0, CHUNK_BYTES + 1)
-        file = self._file(name, head[: _HEADER.size])
+        head = memoryview(self.inner.get(name, 0, CHUNK_BYTES))
+        file = self._file(name, bytes(head[: _HEADER.size]))
         is_signed = names.manifest_id(name) is not None
         if nbytes is None or is_signed:
             require_size(f"{self.url}/{name}", file.nbytes, names.most_bytes(name))
-            more = max(1, file.size - len(head) + 1)
-            rest = self.inner.get(name, len(head), more) if len(head) > CHUNK_BYTES else b""
-            if len(head) + len(rest) != file.size:
-                raise CorruptError(f"{self.url}/{name} does not have {file.size} bytes")
-            whole = memoryview(bytearray(file.nbytes))
-            file.open(memoryview(head + rest), 0, 0, whole)
-            text = bytes(whole)
-            if is_signed and file.key.digest(name, text) not in file.key.manifests:
-                raise SealError(f"{self.url}/{name} is not the manifest that was signed: somebody has changed it")
-            return text[start:] if nbytes is None else text[start : start + nbytes]
-        out = memoryview(bytearray(max(0, min(nbytes, file.nbytes - start))))
-        self._fill(file, start, out)
-        return bytes(out)
+        end = file.nbytes if nbytes is None else min(start + nbytes, file.nbytes)
+        first, last = (0, file.nbytes) if is_signed else (start, end)
+        out = memoryview(bytearray(max(0, last - first)))
+        if file.size <= len(head):  # at once: another process may replace it
+            file.open(head[: file.size], 0, first, out)
+        else:
+            self._fill(file, first, out)
+        if is_signed and file.key.digest(name, out) not in file.key.manifests:
+            raise SealError(f"{self.url}/{name} is not the manifest that was signed: somebody has changed it")
+        return bytes(out[start - first : end - first])
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        if name not in self._files:
-            self._files[name] = self._file(name, self.inner.get(name, 0, _HEADER.size))
         try:
             self._fill(self._files[name], start, out.cast("B"))
-        except CorruptError:
-            self._files.pop(name, None)  # it may have been replaced since
-            raise
+        except (KeyError, CorruptError):  # the first read, or one of what was replaced
+            self._files[name] = self._file(name, self.inner.get(name, 0, _HEADER.size))
+            self._fill(self._files[name], start, out.cast("B"))
 
     def _file(self, name: str, header: bytes) -> SealedFile:
         if len(header) < _HEADER.size or not header.startswith(names.SEALED):
@@ -262,9 +256,8 @@ class SealedStorage(WrapperStorage):
                 f"{self.url}/{name} is not sealed, and seal asks for it",
                 hint="`ckpt cp --seal` seals a run; if this one was sealed, somebody has changed it",
             )
-        number = header[8:16].hex()
-        key = self._ring.opened(self.inner, f"{KEYS}{owner_of(name)}-{number}")
-        return SealedFile.of(name, header, key, self._ring.root(self.inner))
+        key = self._ring.opened(self.inner, f"{KEYS}{owner_of(name)}-{header[8:16].hex()}")
+        return SealedFile.of(name, header, key, self._ring.root)
 
     def _fill(self, file: SealedFile, start: int, out: memoryview) -> None:
         if start + len(out) > file.nbytes:
@@ -291,8 +284,6 @@ class SealedStorage(WrapperStorage):
 
     def delete(self, *names_: str) -> None:
         self.inner.delete(*names_)
-        for name in names_:
-            self._files.pop(name, None)
         if any(map(names.data_owner, names_)):
             self._delete_keys()
 

@@ -15,10 +15,13 @@ import torch
 
 from ckpt_engine import Checkpointer, follow
 from ckpt_engine.cli.main import main
-from ckpt_engine.errors import ForeignError, NoUsableSnapshotError, SealError
+from ckpt_engine.copy.job import RankConfig, WriterConfig
+from ckpt_engine.errors import ConfigError, ForeignError, NoUsableSnapshotError, SealError
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.seal_keys import KEY_VARIABLE, KeyPair
 from ckpt_engine.store.storage.sealed import owner_of
+from ckpt_engine.writer.memory_snapshots import Ids
+from ckpt_engine.writer.persister import Persister
 from tests.servers.fixtures import bucket, moto  # noqa: F401
 from tests.servers.s3 import S3Server
 
@@ -183,3 +186,11 @@ def test_a_plain_run_is_refused_where_seal_is_configured(tmp_path: Path, key: st
     sealed = {"tiers": str(tmp_path / "run"), "seal": {"key": key}}
     with pytest.raises((SealError, NoUsableSnapshotError, ForeignError), match="not sealed"):
         Checkpointer(sealed).load()
+
+
+def test_a_sealed_folder_of_each_node_is_refused(tmp_path: Path, key: str) -> None:
+    """The nodes would read each other's files, which are sealed."""
+    ranks = RankConfig(0, 2, "session", None, 1.0, place=(0,), places=((0,), (1,)))
+    config = WriterConfig(str(tmp_path / "run"), storage_options={"seal": {"key": key}}, ranks=ranks)
+    with pytest.raises(ConfigError, match="a folder of each node"):
+        Persister(config, lambda _: None, Ids()).open()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,3 +299,18 @@ def test_a_key_file_is_private_and_its_recipient_is_checked(tmp_path: Path, key:
     Path(key).write_text("nothing\n")
     with pytest.raises(ConfigError, match="key"):
         KeyPair.read(key)
+
+
+def run_python(code: str) -> str:
+    """What a program prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
+
+
+def test_the_library_is_imported_only_where_something_is_sealed(tmp_path: Path) -> None:
+    """Without it the error names the extra."""
+    begin = f"import sys; from ckpt_engine.store.storage import open_storage; folder = {str(tmp_path)!r};"
+    plain = "open_storage(folder).put('a', [memoryview(b'b')]); print('cryptography' in sys.modules)"
+    assert run_python(begin + plain) == "False\n"
+    without = "sys.modules['cryptography'] = None; open_storage(folder, {'seal': {}})"
+    assert "pip install 'ckpt-engine[seal]'" in run_python(begin + without)

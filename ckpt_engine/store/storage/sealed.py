@@ -295,8 +295,7 @@ class SealedStorage(WrapperStorage):
     def _delete_keys(self) -> None:
         """Remove the keys of snapshots of which nothing is left; what is newer than all others may be on its way."""
         keys = {item.name: owner_of(item.name) for item in self.inner.list(KEYS)}
-        folders = (names.MANIFESTS, names.DATA, names.PINS, names.PARTS)
-        left = {owner_of(item.name) for folder in folders for item in self.inner.list(folder)}
+        left = {owner_of(item.name) for folder in (names.MANIFESTS, names.DATA) for item in self.inner.list(folder)}
         newest = max(map(names.seq_of, left), default=0)
         if gone := [name for name, owner in keys.items() if owner not in left and -1 < names.seq_of(owner) < newest]:
             self.inner.delete(*gone)

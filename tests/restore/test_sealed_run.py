@@ -24,6 +24,7 @@ from ckpt_engine.writer.memory_snapshots import Ids
 from ckpt_engine.writer.persister import Persister
 from tests.servers.fixtures import bucket, moto  # noqa: F401
 from tests.servers.s3 import S3Server
+from tests.store.test_object_storage_obstore import options as obstore_options
 
 SCRIPT = Path(__file__).parent / "sealed_script.py"
 
@@ -136,18 +137,23 @@ def test_a_run_in_two_tiers_on_a_disk_and_on_s3(
     assert ckpt("verify", tmp_path / "sealed") == 1
 
 
+@pytest.mark.parametrize("transport", ["fsspec", "obstore"])
 def test_objects_of_more_than_a_part_arrive_at_s3_and_are_read_in_ranges(
     tmp_path: Path,
     key: str,
+    transport: str,
     moto: S3Server,  # noqa: F811
     bucket: str,  # noqa: F811
 ) -> None:
-    """Parts are sealed when they are sent, and again when the server checks them."""
-    tier = {"url": f"s3://{bucket}/run", "storage_options": moto.options(part_bytes=5 << 20, verify="always")}
+    """Parts are sealed when they are sent, and again when they are checked; here only the further tier is sealed."""
+    far = {"url": f"s3://{bucket}/run", "storage_options": {"transport": transport, "part_bytes": 5 << 20}}
+    own = moto.options(verify="always") if transport == "fsspec" else obstore_options(moto)
+    far["storage_options"] |= own
+    tiers = [str(tmp_path / "plain"), {**far, "seal": {"key": key}}]
     big = torch.arange(4_000_000.0)
-    with Checkpointer({"tiers": [tier], "seal": {"key": key}}) as opened:
+    with Checkpointer({"tiers": tiers}) as opened:
         opened.save({"big": big}, step=1).wait(60)
-    with Checkpointer({"tiers": [tier], "seal": {"key": key}}) as opened:
+    with Checkpointer({"tiers": tiers[1:]}) as opened:
         state = opened.load()
         assert state is not None and torch.equal(state["big"], big)
 

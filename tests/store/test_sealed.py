@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.seal_keys import KeyPair, KeyRing, parse_recipient
 from ckpt_engine.store.storage.sealed import CHUNK_BYTES, SealedBlocks, SealedFile, SealedStorage, plain_bytes
 from ckpt_engine.store.storage.sealed import sealed_bytes as sealed_size
+from ckpt_engine.testing import StorageContract
 
 ID = "00000001-s0000000001-aaaaaaaa"
 OLDER = "00000000-s0000000000-bbbbbbbb"
@@ -299,6 +301,18 @@ def test_a_key_file_is_private_and_its_recipient_is_checked(tmp_path: Path, key:
     Path(key).write_text("nothing\n")
     with pytest.raises(ConfigError, match="key"):
         KeyPair.read(key)
+
+
+class TestSealed(StorageContract):
+    """What every storage keeps, a sealed one keeps too."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path, key: str) -> SealedStorage:
+        return sealed(tmp_path / "run", key=key)
+
+    def test_the_url_leads_to_the_same_objects(self, storage: Any) -> None:
+        """The test of the contract is left out."""
+        pytest.skip("this storage needs its keys beside the URL")
 
 
 def run_python(code: str) -> str:

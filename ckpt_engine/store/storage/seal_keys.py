@@ -181,7 +181,7 @@ class KeyRing:
             raise SealError(f"{storage.url}/{_ROOT} is missing: nothing there can be opened") from err
 
     def key_for(self, storage: Storage, owner: str) -> SnapshotKey:
-        """The key to seal with what belongs to a snapshot, or to the run.
+        """This process's key to seal with what belongs to a snapshot, or to the run.
 
         Raises:
             SealError: nothing can be signed.
@@ -189,10 +189,6 @@ class KeyRing:
         with self._lock:
             if self._signer is None:
                 raise SealError(f"{storage.url} is only read: no key signs", hint="give seal.sign or seal.key")
-            if owner == RUN and self._pair is not None and RUN not in self._own:
-                for item in storage.list(f"{KEYS}{RUN}-"):
-                    with suppress(SealError):
-                        self._own[RUN] = self.opened(storage, item.name)
             name = f"{KEYS}{owner}-{os.urandom(8).hex()}"
             made = self._own.setdefault(owner, SnapshotKey(name, os.urandom(32)))
             return self._opened.setdefault(made.name, made)

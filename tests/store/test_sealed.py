@@ -255,6 +255,9 @@ def test_rotation_rewrites_keys_and_nothing_else(tmp_path: Path, key: str) -> No
     assert accepted(sealed(tmp_path / "run", key=new)) == OBJECTS
     assert accepted(sealed(tmp_path / "run", key=key)) == {}
     assert accepted(sealed(tmp_path / "run", key=key, signed_by=[new_signer])) == {}
+    sealed(tmp_path / "run", key=new).put("status.json", [memoryview(b"{}")])
+    numbers = {(tmp_path / "run" / name).read_bytes()[8:16] for name in ("ckpt.json", "status.json")}
+    assert len(numbers) == 2, "who was removed may know the key of the first one"
 
 
 def test_memory_that_changes_under_a_nonce_leaves_nothing(key: str) -> None:

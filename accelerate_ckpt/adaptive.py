@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,7 +24,6 @@ from accelerate_ckpt.private import AcceleratorInternals, numbered
 from ckpt_engine.adapter import (
     ConfigError,
     Counters,
-    Curves,
     Engine,
     LiveModel,
     NamedParts,
@@ -64,7 +64,6 @@ class AcceleratedLoop(Tracker):
                 "accelerator.prepare() was given no optimizer yet",
                 hint="make AdaptiveCheckpoint after model, optimizer and loaders were prepared",
             )
-        self._curves = Curves(engine.root_url, [])
         sources = internals.sources()
         for source in sources.values():
             # With `use_stateful_dataloader`, `prepare` has made an iterator already, in which no position was recorded.
@@ -74,15 +73,15 @@ class AcceleratedLoop(Tracker):
                 engine,
                 parts,
                 sources,
-                Accumulation(accelerator, internals, lambda: self._curves.note()),
+                Accumulation(accelerator, internals),
                 trainer="accelerate",
                 folder=Path(accelerator.project_dir or "."),
             )
         except BaseException:
             engine.close()
             raise
-        self._go_on_logging()
-        internals.after_init_trackers(self._go_on_logging)
+        self.continue_curves(internals.curves)
+        internals.after_init_trackers(partial(self.continue_curves, internals.curves))
         internals.before_end_training(self.close)
         internals.instead_of_skipping(self._goes_on)
         if engine.config.log.loggers != "off":
@@ -96,14 +95,6 @@ class AcceleratedLoop(Tracker):
         self._internals.unwrap()
         self._before_step.remove()
         self._handle.remove()
-
-    def _go_on_logging(self) -> None:
-        """Trackers go on where the snapshot is; once, as soon as there are any."""
-        if not self._curves:
-            self._curves = Curves(self._engine.root_url, self._internals.curves())
-            loaded = self._engine.loaded
-            for problem in self._curves.go_on({} if loaded is None else loaded.manifest.notes):
-                self._resume.say(f"{problem.name}: {problem.why}")
 
     def _goes_on(self, loader: Any, batches: int) -> bool:
         """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""
@@ -256,19 +247,17 @@ class Accumulation(Surroundings):
     Args:
         accelerator: whose it is.
         internals: of the accelerator.
-        curves: for the notes of a snapshot.
     """
 
     _accelerator: Accelerator
     _internals: AcceleratorInternals
-    _curves: Callable[[], dict[str, Any]]
 
     def accumulating(self) -> bool:
         return not self._accelerator.sync_gradients
 
     def now(self) -> Counters:
         step = self._internals.step
-        return Counters(lambda: {"step": step}, self._curves)
+        return Counters(lambda: {"step": step}, self.curves.note)
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._internals.step = int(saved["step"])

@@ -8,12 +8,12 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.tracking import TensorBoardTracker
 from torch import nn
@@ -54,16 +54,16 @@ ACCELERATE_NAMES: tuple[PrivateName, ...] = (
 """Every such name in use; `tests/accelerate/test_compat.py` has one test for each."""
 
 
+@dataclass(eq=False)
 class AcceleratorInternals:
     """Typed, narrow access to the insides of one accelerator.
 
     Args:
-        accelerator: whose objects are reached.
+        _accelerator: whose objects are reached.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator: Any = accelerator
-        self._replaced = Replaced()
+    _accelerator: Any
+    _replaced: Replaced = field(default_factory=Replaced)
 
     # ---- probing
 

@@ -93,7 +93,6 @@ class TrainerEvents(TrainerCallback):
         """The epoch that the tracker was in when training began."""
         self._saved_epoch = 0
         """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
-        self._curves = Curves("", [])
         self._idle = dict(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,10 +202,8 @@ class TrainerEvents(TrainerCallback):
         if resumed and args.max_steps > 0:
             state.max_steps += self._shift  # as many steps are left as the user has asked for
         shift = self._shift = self._shift if resumed else 0
-        audits, note = self.config.hidden != "off", lambda: self._curves.note()
-        surroundings = TrainerSurroundings(
-            internals.trainer, internals, self, shift, self._counted, note, audits=audits
-        )
+        audits = self.config.hidden != "off"
+        surroundings = TrainerSurroundings(internals.trainer, internals, self, shift, self._counted, audits=audits)
         self.tracker = tracker = Tracker(
             engine,
             AcceleratedParts(internals.trainer.accelerator, private, more, grows=True),
@@ -230,18 +227,18 @@ class TrainerEvents(TrainerCallback):
             tracker.continue_after(_LOADER, int(state.epoch or 0), 0)
         if self._folder is not None and surroundings.streams is not None:
             write_streams(surroundings.streams, self._folder)
-        self._go_on_logging()
+        tracker.continue_curves(internals.curves)
 
     @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """The first batches are fetched, and nothing is trained yet."""
-        self._go_on_logging()  # callbacks behind this one have begun, too
-        if self._internals is not None:
+        if self._internals is not None and self.tracker is not None:
+            self.tracker.continue_curves(self._internals.curves)  # callbacks behind this one have begun, too
             self._internals.forget_runs()
-        if self._internals is not None and self._internals.unskip():
-            self._skip(objects["train_dataloader"], 0)
+            if self._internals.unskip():
+                self._skip(objects["train_dataloader"], 0)
         if self._unchecked:
             self._unchecked = False
             loader = objects["train_dataloader"]
@@ -300,14 +297,6 @@ class TrainerEvents(TrainerCallback):
             self._release()
 
     # ---- private
-
-    def _go_on_logging(self) -> None:
-        """Loggers continue where the snapshot is; once, as soon as they have begun."""
-        if not self._curves and self._internals is not None and self._engine is not None:
-            self._curves = Curves(self._engine.root_url, self._internals.curves())
-            loaded = self._engine.loaded
-            for problem in self._curves.go_on({} if loaded is None else loaded.manifest.notes):
-                _log.warning("not restored: %s: %s", problem.name, problem.why)
 
     def _counted(self) -> tuple[int, float]:
         tracker = self.tracker
@@ -377,7 +366,6 @@ class TrainerEvents(TrainerCallback):
         self._evaluations.clear()
         engine, self._engine = self._engine, None
         internals, self._internals = self._internals, None
-        self._curves = Curves("", [])
         self._remove_folder()
         if internals is not None:
             internals.unwrap()
@@ -396,24 +384,30 @@ class TrainerEvents(TrainerCallback):
 def _require(callback: TrainerEvents, trainer: Trainer) -> None:
     """Raises ConfigError where there is no exact resume."""
     arguments = trainer.args
-    if not any(one is callback for one in trainer.callback_handler.callbacks):
-        raise ConfigError(
+    rows = (
+        (
+            not any(one is callback for one in trainer.callback_handler.callbacks),
             "the trainer does not know this callback",
-            hint="Trainer(..., callbacks=[ckpt]) or trainer.add_callback(ckpt)",
-        )
-    if trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ConfigError(
+            "Trainer(..., callbacks=[ckpt]) or trainer.add_callback(ckpt)",
+        ),
+        (
+            trainer.accelerator.distributed_type is DistributedType.DEEPSPEED,
             "DeepSpeed keeps its state to itself",
-            hint="use the Trainer's own checkpoints, or TrainingArguments(fsdp=...)",
-        )
-    if arguments.n_gpu > 1:
-        raise ConfigError(
+            "use the Trainer's own checkpoints, or TrainingArguments(fsdp=...)",
+        ),
+        (
+            arguments.n_gpu > 1,
             f"this trainer spreads its model over {arguments.n_gpu} GPUs with DataParallel, which is not supported",
-            hint="make one of them visible: CUDA_VISIBLE_DEVICES=0",
-        )
-    for name, (why, hint) in _NOT_EXACT.items():
-        if getattr(arguments, name):
-            raise ConfigError(f"{name}=True {why}, so no resume is exact", hint=hint)
+            "make one of them visible: CUDA_VISIBLE_DEVICES=0",
+        ),
+        *(
+            (getattr(arguments, name), f"{name}=True {why}, so no resume is exact", hint)
+            for name, (why, hint) in _NOT_EXACT.items()
+        ),
+    )
+    for holds, why, hint in rows:
+        if holds:
+            raise ConfigError(why, hint=hint)
 
 
 def _saved_epoch(engine: Engine, counted: int) -> int:

@@ -59,7 +59,6 @@ class TrainerSurroundings(Surroundings):
         own: our callback, which has no state of its own.
         shift: by how many steps the trainer counts more than were trained.
         counted: see `counts`.
-        curves: for the notes of a snapshot.
         audits: what callbacks remember is looked at as hidden state.
     """
 
@@ -70,11 +69,10 @@ class TrainerSurroundings(Surroundings):
         own: object,
         shift: int,
         counted: Callable[[], tuple[int, float]],
-        curves: Callable[[], dict[str, Any]],
         *,
         audits: bool,
     ) -> None:
-        self._audits, self._counted, self._curves = audits, counted, curves
+        self._audits, self._counted = audits, counted
         self._trainer = trainer
         self._internals = internals
         self._own = own
@@ -138,7 +136,7 @@ class TrainerSurroundings(Surroundings):
             row = _json_of({**values, _LONG: []}, endless=False)
             pace = {**pace_of(self._trainer), SHIFT: self._shift}
             whole = source_of(self._trainer.callback_handler.train_dataloader).dealt
-            return {NOTE: {**row, PACE: pace | ({WHOLE: whole} if whole is not None else {})}, **self._curves()}
+            return {NOTE: {**row, PACE: pace | ({WHOLE: whole} if whole is not None else {})}, **self.curves.note()}
 
         return Counters(dump, notes)
 

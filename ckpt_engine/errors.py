@@ -42,6 +42,7 @@ Codes never change meaning; a message says what, where, and the next command. Th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -432,3 +433,9 @@ class RanksError(CkptError):
     """
 
     code = "CKPT900"
+
+
+BY_CODE: Mapping[str, type[CkptError]] = {
+    one.code: one for one in tuple(globals().values()) if isinstance(one, type) and issubclass(one, CkptError)
+}
+"""The tree above; errors that other files derive from it have the code of one of these."""

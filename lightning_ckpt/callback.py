@@ -47,6 +47,7 @@ class AdaptiveCheckpoint(Callback):
         at_end: a snapshot of the final state.
         wait_at_end: how long the end waits for copies to further tiers ("10 min"); 0: not at all.
         keep: retention, e.g. {"last": 2}.
+        protect: snapshots that nothing removes while they are young, e.g. {"days": 14}.
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
         log: what the progress bar and the loggers show, e.g. {"bar": "full"}.
@@ -101,6 +102,7 @@ class AdaptiveCheckpoint(Callback):
             at_end: bool | None = None,
             wait_at_end: float | str | None = None,
             keep: dict[str, Any] | None = None,
+            protect: dict[str, Any] | None = None,
             preemption: dict[str, Any] | None = None,
             status: dict[str, Any] | None = None,
             log: dict[str, Any] | None = None,
@@ -264,13 +266,13 @@ class AdaptiveCheckpoint(Callback):
             self._run.validation_ended()
 
 
-def _start_fresh(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+def _start_fresh(original: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
     """`ckpt_path="auto"` under `fast_dev_run`, which neither reads nor writes snapshots."""
     from lightning_ckpt.restart import AUTO
 
-    if path == AUTO:
+    if checkpoint_path == AUTO:
         _log.info("fast_dev_run: AdaptiveCheckpoint is inactive, ckpt_path='auto' starts fresh")
-    original(None if path == AUTO else path, *args, **kwargs)
+    original(None if checkpoint_path == AUTO else checkpoint_path, *args, **kwargs)
 
 
 class FenceGuard(Callback):

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -122,20 +123,19 @@ def is_lightnings(what: Any) -> bool:
     return str(what.__module__).startswith((*PACKAGES, "lightning_ckpt."))
 
 
+@dataclass(eq=False)
 class LightningInternals(DataInternals):
     """Typed, narrow access to the insides of one trainer.
 
     Args:
-        trainer: whose loops and connectors are reached.
+        _trainer: whose loops and connectors are reached.
 
     Methods named `wrap_…` replace a method on the instance, never on the class; `unwrap` puts everything back.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        super().__init__(trainer)
-        self.replaced = Replaced()
-        """Undone by `unwrap`."""
-        self._undo_sigterm: Callable[[], None] = lambda: None
+    replaced: Replaced = field(default_factory=Replaced)
+    """Undone by `unwrap`."""
+    _undo_sigterm: Callable[[], None] = lambda: None
 
     # ---- probing
 
@@ -180,15 +180,8 @@ class LightningInternals(DataInternals):
     # ---- wrapping
 
     def wrap_resume_start(self, around: Callable[..., None]) -> None:
-        """`around(original, path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
-        connector = self._trainer._checkpoint_connector
-        original = connector.resume_start
-
-        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            around(original, checkpoint_path, *args, **kwargs)
-
-        resume_start.resolves_auto = True  # type: ignore[attr-defined]
-        self.replaced.replace(connector, "resume_start", resume_start)
+        """`around(original, checkpoint_path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
+        self.replaced.around(self._trainer._checkpoint_connector, "resume_start", around)
 
     def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """`before()` and `after()` run around the fit loop's `on_advance_start`, once per epoch."""

@@ -9,6 +9,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,16 @@ _NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightni
 PACKAGES = ("lightning.", *(f"{name}." for name in _NAMES.values()))
 
 
+@dataclass(eq=False)
 class DataInternals:
     """Typed, narrow access to the loaders of one trainer.
 
     Args:
-        trainer: whose loops are reached.
+        _trainer: whose loops are reached.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer: Any = trainer
-        self._usual: tuple[Any, Any] | None = None
+    _trainer: Any
+    _usual: tuple[Any, Any] | None = field(default=None, init=False)
 
     # ---- making loaders
 

@@ -20,7 +20,16 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ckpt_engine.adapter import Engine, Manifest, NotRestored, Restored, ResumeError, TrainerResume, TrainerRun
+from ckpt_engine.adapter import (
+    Engine,
+    Manifest,
+    NotRestored,
+    Replaced,
+    Restored,
+    ResumeError,
+    TrainerResume,
+    TrainerRun,
+)
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.compat_data import both, is_overridden
@@ -94,7 +103,7 @@ class FitResume(TrainerResume):
 
     # ---- choosing
 
-    def resolve(self, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+    def resolve(self, original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         """Runs instead of the connector's `resume_start`.
 
         Raises:
@@ -103,9 +112,9 @@ class FitResume(TrainerResume):
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
         """
         if self._run is not None and not self.pending:
-            path = self.fresh.path(path)
-        if path != AUTO:
-            original(path, *args, **kwargs)
+            checkpoint_path = self.fresh.path(checkpoint_path)
+        if checkpoint_path != AUTO:
+            original(checkpoint_path, *args, **kwargs)
             return
         root = self._engine.root_url
         if self._run is not None:
@@ -117,7 +126,7 @@ class FitResume(TrainerResume):
             if candidate is not None:
                 self._engine.go_on_after(candidate.info)
             original(hpc, *args, **kwargs)
-        elif candidate is None and getattr(original, "resolves_auto", False):
+        elif candidate is None and Replaced.is_ours(original):
             original(AUTO, *args, **kwargs)  # a second callback with a folder of its own
         elif candidate is None:
             if self._run is None:
@@ -452,18 +461,18 @@ class FitResume(TrainerResume):
         own, trainer, count = self._own, self._trainer, self.count
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
         schedulers = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
-        parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
-        if schedulers:
-            parts.append(Restored("schedulers", schedulers))
-        if exact and not self._engine.changes.new_streams:
-            parts.append(Restored("random streams", ", ".join(own["rng"])))
-        parts.append(Restored("data position", count(len(own["loaders"]), "loader")))
-        if exact and (own["results"] or own["metrics"]):
-            detail = f"{count(len(own['results']), 'logged value')}, {count(len(own['metrics']), 'metric object')}"
-            parts.append(Restored("running means", detail))
-        if own["gradients"]:
-            parts.append(Restored("accumulated gradients"))
-        return parts
+        means = f"{count(len(own['results']), 'logged value')}, {count(len(own['metrics']), 'metric object')}"
+        rows = (
+            (True, Restored("weights")),
+            (True, Restored("optimizers", optimizers)),
+            (True, Restored("loop counters")),
+            (schedulers, Restored("schedulers", schedulers)),
+            (exact and not self._engine.changes.new_streams, Restored("random streams", ", ".join(own["rng"]))),
+            (True, Restored("data position", count(len(own["loaders"]), "loader"))),
+            (exact and (own["results"] or own["metrics"]), Restored("running means", means)),
+            (own["gradients"], Restored("accumulated gradients")),
+        )
+        return [part for there, part in rows if there]
 
     def _conclude(self) -> None:
         if self.pending:

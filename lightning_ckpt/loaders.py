@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,30 +13,28 @@ from ckpt_engine.adapter import LoaderPosition, NotRestored, OnChange, ResumeErr
 from lightning_ckpt.compat import LightningInternals
 
 
+@dataclass(eq=False)
 class FitLoaders:
     """Follows every loader of one `fit`: those of training, and those of validation and its sanity check.
 
     Args:
-        internals: of the trainer.
-        trainer: whose loaders these are.
-        on_change: what becomes of an epoch that is resumed in its middle with changed loaders.
+        _internals: of the trainer.
+        _trainer: whose loaders these are.
+        _on_change: what becomes of an epoch that is resumed in its middle with changed loaders.
     """
 
-    def __init__(
-        self, internals: LightningInternals, trainer: pl.Trainer, on_change: OnChange = OnChange.REFUSE
-    ) -> None:
-        self._internals = internals
-        self._trainer = trainer
-        self._on_change = on_change
-        self._positions: list[LoaderPosition | None] = []
-        self._types: list[str] = []
-        self._saved: Sequence[Any] | None = None
-        self._waiting = 0
-        self._before: object = self
-        self._validation: list[LoaderPosition | None] = []
-        self._makes_validation = False
-        self._validation_before: object = self
-        self._saved_validation: Sequence[Any] = ()
+    _internals: LightningInternals
+    _trainer: pl.Trainer
+    _on_change: OnChange = OnChange.REFUSE
+    _positions: list[LoaderPosition | None] = field(default_factory=list)
+    _types: list[str] = field(default_factory=list)
+    _saved: Sequence[Any] | None = None
+    _waiting: int = 0
+    _before: object = ()
+    _validation: list[LoaderPosition | None] = field(default_factory=list)
+    _makes_validation: bool = False
+    _validation_before: object = ()
+    _saved_validation: Sequence[Any] = ()
 
     def make_validation(self, original: Callable[[], None]) -> None:
         """Runs where Lightning makes the loaders of validation: a search for a batch size does so while it trains."""

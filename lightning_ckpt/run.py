@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from signal import SIGTERM
 from typing import Any
@@ -357,7 +358,7 @@ class FitRun:
             "loaders": self._loaders.states(epoch_is_over=False),
             "combined": internals.combined_position,
             "progress": internals.progress,
-            "buffer_syncs": self._run.capture.buffer_syncs(),
+            "buffer_syncs": self._run.capture.gradient_order.syncs(),
             "should_stop": bool(self._trainer.should_stop),
             "epoch": self._trainer.current_epoch,
             "batch": internals.batches_in_epoch,
@@ -434,18 +435,18 @@ class FitRun:
         return any(optimizer.state for optimizer in self._trainer.optimizers)
 
 
+@dataclass(eq=False)
 class StopWatch:
     """Tells a stop by `EarlyStopping`, which is part of a run, from all other reasons to set `trainer.should_stop`.
 
     Args:
-        trainer: that is watched. `before` is called ahead of the callbacks that may stop it, `after` behind them.
+        _trainer: that is watched. `before` is called ahead of the callbacks that may stop it, `after` behind them.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-        self._stopped = False
-        self._epoch = 0
-        self.by_early_stopping = False
+    _trainer: pl.Trainer
+    _stopped: bool = False
+    _epoch: int = 0
+    by_early_stopping: bool = False
 
     def before(self) -> None:
         self._stopped, self._epoch = bool(self._trainer.should_stop), self._trainer.current_epoch

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -38,7 +37,7 @@ def require_trained(trainer: pl.Trainer) -> None:
     """As `FlatModels.require_trained`, for all optimizers."""
     if (flat := model_of(trainer).flat) is not None:
         for optimizer in trainer.optimizers:
-            flat.require_trained(_plain(optimizer))
+            flat.require_trained(optimizer)
 
 
 def model_of(trainer: pl.Trainer) -> LiveModel:
@@ -93,19 +92,12 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
     live: Any = trainer.strategy
     model = model_of(trainer)
     live.lightning_module_state_dict = model.state
-    live.optimizer_state = lambda optimizer: model.state(_plain(optimizer))
+    live.optimizer_state = model.state
     try:
         yield
     finally:
         del live.lightning_module_state_dict
         del live.optimizer_state
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    found: torch.optim.Optimizer = (
-        optimizer._optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
-    )
-    return found
 
 
 def live_of(trainer: pl.Trainer) -> Callable[[Manifest], Any] | None:

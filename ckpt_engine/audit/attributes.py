@@ -87,7 +87,7 @@ class AttributeHolder:
         public_only: leave out names that begin with an underscore.
         plain_private: of those leave out what is not plain.
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
-        plain_only: leave out what is no number, text, None, container, stream, or tensor without a gradient.
+        plain_only: leave out what is no number, text, None, container, stream, or tensor, or is what autograd computes.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
         in_place: only what changes within: streams, tensors and containers of plain values, as nothing can be assigned.
         users: functions that show whether a container that grows is more than a record; None: it counts anyway.

@@ -212,15 +212,15 @@ class HiddenState:
         return [Restored("hidden state", ", ".join(done))] if done else [], missing
 
     def _why_not(self, path: str, value: Any) -> str:
-        if path in (self._once or ()):
-            return _ONCE
-        if self._mode == "report":
-            return "hidden: report only names it"
-        if self._latest is not None and self._latest.is_saved(value):
-            return "it shares the memory of a weight or buffer, which a copy of it would not follow"
-        if is_iterator(value):
-            return "it is a running iterator, whose position cannot be seen"
-        return problems(self._by_name(value)["value"], (path,), self._flattener) or ""
+        shares_memory = self._latest is not None and self._latest.is_saved(value)
+        rows = (
+            (path in (self._once or ()), _ONCE),
+            (self._mode == "report", "hidden: report only names it"),
+            (shares_memory, "it shares the memory of a weight or buffer, which a copy of it would not follow"),
+            (is_iterator(value), "it is a running iterator, whose position cannot be seen"),
+        )
+        why = next((why for holds, why in rows if holds), None)
+        return why or problems(self._by_name(value)["value"], (path,), self._flattener) or ""
 
     def _by_name(self, value: Any) -> dict[str, Any]:
         """A value as it is stored: a dict whose keys are parameters, or their ids, by their names."""

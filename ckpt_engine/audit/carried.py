@@ -15,7 +15,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
@@ -34,11 +34,13 @@ from ckpt_engine.audit.values import (
     attributes_of,
     changes_in_place,
     digest,
+    fill,
     freeze,
     is_drawn,
     is_used,
     items_of,
     reached,
+    tensors_in,
 )
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.whose_code import is_library_file, of_framework
@@ -80,25 +82,31 @@ class Carry(SimpleNamespace):
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a snapshot.
+        """Take the values of a snapshot. Tensors that are trained stay the same objects: their optimizers have them.
 
         Args:
             state: from `state_dict`; what it does not name goes.
         """
+        kept = {
+            name: one
+            for name, one in vars(self).items()
+            if any(getattr(part, "requires_grad", False) for part in tensors_in(one))
+            and fill(one, state.get(name), within=True)
+        }
         vars(self).clear()
-        vars(self).update(state)
+        vars(self).update({**state, **kept})
 
 
+@dataclass(eq=False)
 class CarriedLocals:
     """Looks at the frames of the loop, at boundaries, and names what they carry."""
 
-    def __init__(self) -> None:
-        self._before: dict[tuple[CodeType, str], _Compared] = {}
-        self._clocks = Clocks()
-        self.modules: dict[str, Any] | None = None
-        """What `of_modules` has found."""
-        self.names: list[str] = []
-        """The variables that changed and are carried, in the order they were found."""
+    _before: dict[tuple[CodeType, str], _Compared] = field(default_factory=dict)
+    _clocks: Clocks = field(default_factory=Clocks)
+    modules: dict[str, Any] | None = None
+    """What `of_modules` has found."""
+    names: list[str] = field(default_factory=list)
+    """The variables that changed and are carried, in the order they were found."""
 
     def look(self, known: Collection[Any] = (), carries: Iterable[Carry] = ()) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.
@@ -145,16 +153,12 @@ class _Compared:
 def _compared(value: Any, known: Collection[Any]) -> _Compared | None:
     """What of a variable may be state; None: nothing."""
     if isinstance(value, nn.Module):
-        return _Compared(_nothing, ("module", id(value)))
+        return _Compared(_reference(MISSING), ("module", id(value)))
     if is_used(value) and not isinstance(value, FunctionType | type):
         return _Compared(_reference(value), freeze(attributes_of(value), depth=2))
     if not isinstance(value, _KINDS) or isinstance(value, bool) or (isinstance(value, int) and value in known):
         return None
-    return _Compared(_reference(value) if changes_in_place(value) else _nothing, freeze(value, depth=2))
-
-
-def _nothing() -> Any:
-    return MISSING
+    return _Compared(_reference(value if changes_in_place(value) else MISSING), freeze(value, depth=2))
 
 
 def calls_now() -> frozenset[tuple[CodeType, int]]:

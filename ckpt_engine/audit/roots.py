@@ -74,6 +74,7 @@ def of_modules() -> dict[str, Any]:
         codes += [bodies[id(values)]] if id(values) in bodies else []  # functions in it may be made in any step
         assigned, near = (frozenset[str]().union(*map(used, codes)) for used in (_assigned, _near_changes))
         assigned |= {key for key, one in values.items() if issubclass(type(one), GENERATORS)}
+        near |= {key for key, one in values.items() if issubclass(type(one), torch.Tensor) and one.requires_grad}
         iterators = [key for key, one in values.items() if is_iterator(one)]
         assigned |= {key for key in iterators if any(key in names_in(one) for one in functions)}
         within = frozenset(key for key in near - assigned if changes_in_place(values.get(key)))

@@ -27,6 +27,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_engine.audit.source import names_in, slots_of
 from ckpt_engine.data import streams
+from ckpt_engine.data.walk import leaves
 from ckpt_engine.observe.clock import age_of_process
 from ckpt_engine.state.sharding import here, is_wrapper, parts_of
 from ckpt_engine.whose_code import is_function_of_user, is_library, is_standard, of_framework, of_us
@@ -260,20 +262,23 @@ def is_iterator(value: Any) -> bool:
 
 
 def is_own(value: Any) -> bool:
-    """Whether it changes within and can be put back there: a stream, or a container of streams and plain values."""
+    """Whether it changes within and can be put back there: a stream, or a container of streams and plain values.
+
+    Trained tensors are plain values too, but not the parameters of modules.
+    """
     return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, DEPTH))
 
 
 def changes_in_place(value: Any) -> bool:
     """The same of a variable that is always the same object: a tensor or an array too."""
     if isinstance(value, torch.Tensor):
-        return not value.requires_grad
+        return value.is_leaf
     return isinstance(value, np.ndarray) or is_own(value)
 
 
 def _is_plain(value: Any, depth: int, most: int = _MOST_NODES) -> bool:
     if isinstance(value, torch.Tensor):
-        return not value.requires_grad
+        return value.is_leaf and not (value.requires_grad and isinstance(value, torch.nn.Parameter))
     if isinstance(value, CONTAINERS):
         rows = _first_of(value, most) + (_first_of(value.values(), most) if isinstance(value, dict) else [])
         return depth > 0 and all(_is_plain(one, depth - 1, most // len(rows)) for one in rows)
@@ -296,6 +301,7 @@ def address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
+@dataclass(eq=False)
 class MemoryOfSaved:
     """The addresses of tensors that a `state_dict` has.
 
@@ -303,8 +309,7 @@ class MemoryOfSaved:
     No weak reference leads to them, as torch does not swap a tensor that has one.
     """
 
-    def __init__(self) -> None:
-        self._by_address: dict[object, list[tuple[Mapping[str, Any], str]]] = {}
+    _by_address: dict[object, list[tuple[Mapping[str, Any], str]]] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Any], names: Iterable[str]) -> None:
         """Parameters or buffers of a module, which are looked at again when they are asked for."""
@@ -382,11 +387,7 @@ def changes_within(value: Any) -> bool:
 
 
 def nbytes_of(value: Any) -> int:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, dict):
-        return sum(map(nbytes_of, value.values()))
-    return sum(map(nbytes_of, value)) if isinstance(value, list | tuple | collections.deque) else 0
+    return sum(int(one.nbytes) for one in leaves(value) if isinstance(one, torch.Tensor | np.ndarray))
 
 
 def tensors_in(value: Any, depth: int = DEPTH, most: int = _MOST_NODES) -> Iterator[Any]:
@@ -404,6 +405,7 @@ def _first_of(items: Iterable[Any], most: int) -> list[Any]:
     return [one for one in itertools.islice(items, min(MOST_ITEMS, most)) if type(one) not in _PLAIN]
 
 
+@dataclass(eq=False)
 class Looked:
     """Tensors and arrays as they were when they were looked at last, for looks at the same ones.
 
@@ -411,10 +413,9 @@ class Looked:
     version; a kernel of the user that writes without a trace there shows at the looks 1, 2, 4, 8, …, which read all.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
-        self._now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
-        self._looks = 0
+    _before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = field(default_factory=dict)
+    _now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = field(default_factory=dict)
+    _looks: int = 0
 
     def again(self) -> None:
         """All of them are looked at once more."""

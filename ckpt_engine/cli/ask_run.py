@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_text
+from ckpt_engine.cli.output import json_option, print_answer
 from ckpt_engine.cli.root import options_of, quantity, root_argument, storage_options
 from ckpt_engine.config.option_types import parse_duration_seconds
 from ckpt_engine.tools.live_run import ask_trainer, is_trained, wait_for
@@ -29,12 +29,9 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
     """
     url = options_of(root).root_url
     ended = _ask(url, control.STOP, wait, lambda: not is_trained(url), f"the run at {url} did not end")
-    if as_json:
-        print_json({"root": url, "asked": True, "ended": bool(ended)})
-    elif ended:
-        print_text(f"the run at {url} has ended")
-    else:
-        print_text(f"asked: the run at {url} takes a snapshot at the end of its step, and ends")
+    asked = f"asked: the run at {url} takes a snapshot at the end of its step, and ends"
+    done = f"the run at {url} has ended" if ended else asked
+    print_answer({"root": url, "asked": True, "ended": bool(ended)}, done, as_json=as_json)
 
 
 @click.command("save-now", short_help="Take a snapshot of a run that is being trained.")
@@ -54,12 +51,9 @@ def save_now(root: str, wait: str | None, as_json: bool) -> None:
         lambda: [parsed.id for parsed in nearest.ids() if parsed not in before],
         f"no new snapshot at {url}",
     )
-    if as_json:
-        print_json({"root": url, "asked": True, "snapshot": new[-1] if new else None})
-    elif new:
-        print_text(f"{new[-1]} is durable at {url}")
-    else:
-        print_text(f"asked: the run at {url} takes a snapshot at the end of its step")
+    asked = f"asked: the run at {url} takes a snapshot at the end of its step"
+    done = f"{new[-1]} is durable at {url}" if new else asked
+    print_answer({"root": url, "asked": True, "snapshot": new[-1] if new else None}, done, as_json=as_json)
 
 
 def _ask(url: str, what: str, wait: str | None, look: Callable[[], T], late: str) -> T | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_text
+from ckpt_engine.cli.output import json_option, print_answer
 from ckpt_engine.cli.root import open_run, snapshot_arguments, storage_options
 from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.make_room import compact
@@ -45,10 +45,8 @@ def command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool)
                     "new": new,
                 }
             )
-    if as_json:
-        print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done})
-    for one in () if as_json else done:
-        print_text(f"{one['id']} at {one['tier']}: {_fate(**one)}")
+    lines = (f"{one['id']} at {one['tier']}: {_fate(**one)}" for one in done)
+    print_answer({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done}, *lines, as_json=as_json)
 
 
 def _fate(nbytes: int, new: str | None, *, is_compact: bool, **_: Any) -> str:

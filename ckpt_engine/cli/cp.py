@@ -47,10 +47,13 @@ def command(source: str, target: str | None, wanted: tuple[str, ...], seal: bool
     if as_json:
         print_json({**fields_of(done), "away": run.away})
     else:
-        for one in done.failed:
-            print_text(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
-        for snapshot, shares in done.partial.items():
-            print_text(f"{snapshot}  has the shares of {shares} there: copy the folders of the other nodes, too")
+        print_text(*(f"{one.id}  not copied: [{one.code}] {one.why}" for one in done.failed), fg="red")
+        print_text(
+            *(
+                f"{one}  has the shares of {shares} there: copy the folders of the other nodes, too"
+                for one, shares in done.partial.items()
+            )
+        )
         before = f", {done.present:,} there already" if done.present else ""
         copied = count(len(done.copied), "snapshot")
         print_text(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")

@@ -62,8 +62,7 @@ def command(first: str, second: str, everything: bool, section: ResumeChanges | 
     elif not found:
         print_text(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
     else:
-        for one in found if everything else found[:DIFFERENCES]:
-            print_text(str(one))
+        print_text(*map(str, found if everything else found[:DIFFERENCES]))
         hidden = 0 if everything else max(len(found) - DIFFERENCES, 0)
         more = f", {hidden:,} of them not shown (--all shows them)" if hidden else ""
         print_text(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")

@@ -8,13 +8,12 @@ from typing import Any
 
 import click
 
-from ckpt_engine import errors
 from ckpt_engine.cli.output import json_option, print_json, print_text
 from ckpt_engine.cli.root import default_root, options_of, storage_options
 from ckpt_engine.config import Config
 from ckpt_engine.config.load_config import inner_section, unknown_key
 from ckpt_engine.config.sections import Section
-from ckpt_engine.errors import CkptError, ConfigError, StorageMissingError
+from ckpt_engine.errors import BY_CODE, CkptError, ConfigError, StorageMissingError
 from ckpt_engine.observe.units import age
 from ckpt_engine.tools.live_run import LiveWriter
 from ckpt_engine.tools.stored_run import repository_of
@@ -46,8 +45,7 @@ def explain(what: str | None, root: str | None, as_json: bool) -> None:
 
     `interval` says why the run at ROOT has its interval, from what it has recorded.
     """
-    kinds = (one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, CkptError))
-    known = {error.code: error for error in sorted(kinds, key=lambda error: error.code)}
+    known = dict(sorted(BY_CODE.items()))
     name = f"CKPT{(what or '').upper().removeprefix('CKPT')}"
     if what == "interval":
         title, *lines = _interval(root or default_root())
@@ -98,7 +96,7 @@ def _interval(root: str) -> list[str]:
         StorageMissingError: it has recorded no interval.
     """
     config = options_of(root)
-    live, rows = LiveWriter.of(config.root_url), read_attempts(repository_of(config.tiers[0]).storage).rows
+    live, rows = LiveWriter.of(config.root_url), read_attempts(repository_of(config.tiers[0]).storage).attempts
     found = [(one.began + since, why) for one in rows for since, _, why in one.intervals]
     found += [(time.time(), live.why)] if live is not None and live.why else []
     if not found:

@@ -34,8 +34,7 @@ def command(snapshot: str, new: str, dry_run: bool, as_json: bool) -> None:
     if as_json:
         print_json({"snapshot": info.id, "step": info.step, "linked_bytes": linked_bytes, **fields_of(done)})
     else:
-        for failed in done.failed:
-            print_text(f"{failed.id}  not copied: [{failed.code}] {failed.why}", fg="red")
+        print_text(*(f"{one.id}  not copied: [{one.code}] {one.why}" for one in done.failed), fg="red")
         what = f"{'would fork' if dry_run else 'forked'} {info.id} (step {info.step:,}) to {done.target}"
         how = "linked" if tier.is_folder else "copied by the store"
         print_text(f"{what}: {units.size(linked_bytes)} {how}, {units.size(done.sent_bytes)} sent")

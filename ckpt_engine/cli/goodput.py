@@ -26,7 +26,7 @@ def command(root: str, as_json: bool) -> None:
     """
     config = options_of(root)
     storage = repository_of(config.tiers[0]).storage
-    if not (history := history_of(config, storage)).rows:
+    if not (history := history_of(config, storage)).attempts:
         raise StorageMissingError(
             f"no attempts are recorded at {storage.url}",
             hint="check the path; `ckpt ls` shows snapshots, and a run records its attempts from its first start on",
@@ -41,7 +41,7 @@ def command(root: str, as_json: bool) -> None:
                 "seconds": spent.parts,
                 "slowdown_error_seconds": spent.slowdown_error,
                 "idle_share": spent.idle_share,
-                "attempts": [fields_of(one) | {"ended": failure_of(one)} for one in history.rows],
+                "attempts": [fields_of(one) | {"ended": failure_of(one)} for one in history.attempts],
             }
         )
     else:
@@ -59,9 +59,11 @@ def command(root: str, as_json: bool) -> None:
                 "", f"ranks waited for each other for {units.percent(spent.idle_share)} of it because of snapshots"
             )
         failures = Counter(
-            one.failure for one in (*history.rows[:-1], *(one for one in history.rows[-1:] if one.end)) if one.failure
+            one.failure
+            for one in (*history.attempts[:-1], *(one for one in history.attempts[-1:] if one.end))
+            if one.failure
         )
         classes = ", ".join(f"{number} of {kind}" for kind, number in failures.items())
         of = f" ({classes})" if classes else ""
-        print_text("", f"{count(len(history.rows), 'attempt')}, {count(failures.total(), 'failure')}{of}")
-        print_text(f"the last attempt {failure_of(history.rows[-1])}")
+        print_text("", f"{count(len(history.attempts), 'attempt')}, {count(failures.total(), 'failure')}{of}")
+        print_text(f"the last attempt {failure_of(history.attempts[-1])}")

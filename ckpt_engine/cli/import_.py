@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_text, progress
+from ckpt_engine.cli.output import json_option, print_answer, progress
 from ckpt_engine.cli.root import default_root, options_of, storage_options
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.interop import FILES, FOLDERS
@@ -46,15 +46,12 @@ def command(given: str, root: str | None, step: int | None, form: str, dry_run: 
         with progress(f"writing to {tier.url}", planned.nbytes, hidden=as_json) as advance:
             advance(0)
             planned = replace(planned, snapshot=save_import(found, planned, config_of(tier, len(there))))
-    if as_json:
-        print_json(planned)
-    else:
-        what = f"{count(planned.arrays, 'tensor')}, {units.size(planned.nbytes)}, step {planned.step}"
-        verb, place = "would import", f"into {planned.root}"
-        if planned.snapshot is not None:
-            verb, place = "imported", f"as {planned.snapshot} at {planned.root}"
-        notes = (f"  {note}" for note in planned.notes)
-        print_text(f"{verb} {planned.source} ({planned.form}) {place}: {what}", *notes)
+    what = f"{count(planned.arrays, 'tensor')}, {units.size(planned.nbytes)}, step {planned.step}"
+    verb, place = "would import", f"into {planned.root}"
+    if planned.snapshot is not None:
+        verb, place = "imported", f"as {planned.snapshot} at {planned.root}"
+    notes = (f"  {note}" for note in planned.notes)
+    print_answer(planned, f"{verb} {planned.source} ({planned.form}) {place}: {what}", *notes, as_json=as_json)
 
 
 def _local(given: str) -> Path:

@@ -140,9 +140,8 @@ def _print(
             ids="snapshot",
         )
     for tier in tiers:
-        for bad in tier.listing.damaged:
-            on_tier = f" on tier {tier.number}" if is_tiered else ""
-            print_text(f"{bad.id}  damaged{on_tier}: {bad.error}", fg="red")
+        on_tier = f" on tier {tier.number}" if is_tiered else ""
+        print_text(*(f"{bad.id}  damaged{on_tier}: {bad.error}" for bad in tier.listing.damaged), fg="red")
     for tier in tiers:
         damaged = f"; {len(tier.listing.damaged)} damaged" if tier.listing.damaged else ""
         total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"

@@ -21,6 +21,7 @@ VERBS = {
     "show": "show.show",
     "verify": "verify.command",
     "repair": "repair.command",
+    "scrub": "repair.scrub",
     "diff": "diff.command",
     "status": "status.command",
     "top": "top.top",

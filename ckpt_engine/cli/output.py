@@ -174,13 +174,7 @@ def _shortest(ids: Sequence[str]) -> list[str]:
 
 def print_away(away: Sequence[UnreachableTier]) -> None:
     """Says which tiers are left out of what was printed, and why."""
-    for one in away:
-        print_text(f"left out: {one.url}: [{one.code}] {one.reason}", fg="red")
-
-
-def say_waiting(line: str) -> None:
-    """Says what takes so long, on the error stream."""
-    _at_work.say(line)
+    print_text(*(f"left out: {one.url}: [{one.code}] {one.reason}" for one in away), fg="red")
 
 
 class _AtWork:
@@ -219,6 +213,8 @@ class _AtWork:
 
 
 _at_work = _AtWork()
+say_waiting = _at_work.say
+"""Says what takes so long, on the error stream."""
 
 
 @contextmanager
@@ -254,10 +250,15 @@ def showing(now: Callable[[], str], *, hidden: bool) -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int, *, hidden: bool, pause: Callable[[int], float] | None = None
+) -> Iterator[Callable[[int], None]]:
     """Says how many of `total` bytes are done, and how long the others take.
 
     What it gives takes the bytes that came since, on any thread.
+
+    Args:
+        pause: how many seconds to wait after so many bytes.
     """
     done, began, lock = 0, time.monotonic(), threading.Lock()
 
@@ -265,6 +266,8 @@ def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int],
         nonlocal done
         with lock:
             done += nbytes
+        if pause is not None:
+            time.sleep(pause(nbytes))
 
     with showing(lambda: f"{what}: {_far(done, max(done, total), time.monotonic() - began)}", hidden=hidden):
         yield advance
@@ -282,6 +285,14 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
         indent: None: in one line.
     """
     click.echo(json.dumps(_plain(value), indent=indent))
+
+
+def print_answer(value: Any, *lines: str, as_json: bool) -> None:
+    """Writes what a command has done: `value` as JSON, or lines of text."""
+    if as_json:
+        print_json(value)
+    else:
+        print_text(*lines)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_table, print_text
+from ckpt_engine.cli.output import json_option, print_answer, print_json, print_table, print_text
 from ckpt_engine.cli.root import open_run, snapshot_arguments, storage_options
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe.units import age, count
@@ -34,8 +34,7 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
     if as_json:
         print_json({"root": nearest.storage.url, "pins": shown})
     elif made:
-        for pin in made:
-            print_text(f"{pin.id}  {pin}")
+        print_text(*(f"{pin.id}  {pin}" for pin in made))
     else:
         if shown:
             print_table(
@@ -53,11 +52,8 @@ def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     run = open_run(root, every=True)
     wanted = dict.fromkeys(_find(run, name) for name in snapshots)
     was_pinned = {snapshot: sum(pins.unpin(one, snapshot) for one in run.in_use) > 0 for snapshot in wanted}
-    if as_json:
-        print_json({"root": run.tiers[0], "unpinned": was_pinned})
-    else:
-        for snapshot, was in was_pinned.items():
-            print_text(f"{snapshot}  {'unpinned' if was else 'was not pinned'}")
+    lines = (f"{snapshot}  {'unpinned' if was else 'was not pinned'}" for snapshot, was in was_pinned.items())
+    print_answer({"root": run.tiers[0], "unpinned": was_pinned}, *lines, as_json=as_json)
 
 
 def _find(run: Run, name: str) -> str:

@@ -45,7 +45,7 @@ def command(root: str | None, failures: str, compare: str, days: float | None, a
     """
     root = root or find_root()
     config = options_of(root) if root else load_config({"tiers": ["."]})
-    rows = read_attempts(repository_of(config.tiers[0]).storage).rows if root else ()
+    rows = read_attempts(repository_of(config.tiers[0]).storage).attempts if root else ()
     costs, memory, measured = costs_of(rows)
     wanted = failures_of(failures, rows)
     rules = {name: rule_of(name) for name in filter(None, (one.strip() for one in compare.split(",")))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text
+from ckpt_engine.cli.output import fields_of, json_option, print_answer, print_text
 from ckpt_engine.cli.root import open_run, options_of, snapshot_arguments, storage_options
 from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.errors import ResumeError
@@ -82,15 +82,14 @@ def command(
             middle = len(later) // 2
             one = prove(later[middle])
             proof, later = (proof, later[:middle]) if one.resumed is None else (one, later[middle + 1 :])
-    if as_json:
-        print_json(
-            {
-                "root": config.root_url,
-                "exact": proof.resumed is None,
-                **fields_of(proof),
-                "scratch": scratch and str(place),
-            }
-        )
-    else:
-        print_text(*proof.lines("what the run has behind it"))
+    print_answer(
+        {
+            "root": config.root_url,
+            "exact": proof.resumed is None,
+            **fields_of(proof),
+            "scratch": scratch and str(place),
+        },
+        *proof.lines("what the run has behind it"),
+        as_json=as_json,
+    )
     sys.exit(0 if proof.resumed is None else 1)

@@ -41,11 +41,11 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
 
     The rules are those of ROOT if it is a ckpt.yaml, for each of its tiers; else give them with --keep. They apply to
     the line of history that a resume continues. Other lines stay, and --branch removes one. The newest whole snapshot
-    and pinned ones always stay. Ends with exit code 1 if a quota or min_free cannot be kept.
+    and pinned or protected ones always stay. Ends with exit code 1 if a quota or min_free cannot be kept.
     """
     if branch is not None and rules:
         raise ConfigError("--branch removes a whole line of history: no --keep applies", hint="give one of them")
-    places = _places(root, rules) if branch is None else branch_places(open_run(root, every=True), branch)
+    places = places_of(root, rules) if branch is None else branch_places(open_run(root, every=True), branch)
     outcomes = [prune_place(place, dry_run=dry_run) for place in places]
     if as_json:
         print_json({"dry_run": dry_run, "tiers": [_json(outcome) for outcome in outcomes]})
@@ -57,7 +57,8 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
     sys.exit(int(any(outcome.plan.short_bytes for outcome in outcomes)))
 
 
-def _places(root: str, rules: Sequence[str]) -> list[PrunedPlace]:
+def places_of(root: str, rules: Sequence[str] = ()) -> list[PrunedPlace]:
+    """The places of a run and what `rules`, or those of a ckpt.yaml, keep there."""
     if not rules and not Path(root).is_file():
         open_run(root)  # raises where there is no run
         raise ConfigError(

@@ -135,8 +135,7 @@ def _print(
     _print_components(manifest)
     print_text("", "state", bold=True)
     for key, node in manifest.tree.items():
-        for line in _outline(manifest, key or "(state)", node, 0):
-            print_text(line)
+        print_text(*_outline(manifest, key or "(state)", node, 0))
     _print_entries(manifest, everything=everything)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import click
 
 from ckpt_engine.cli.output import bar, json_option, print_json, print_table, print_text, say_waiting
+from ckpt_engine.cli.prune import places_of
 from ckpt_engine.cli.root import options_of, root_argument, storage_options
+from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
 from ckpt_engine.tools.recorded_attempts import headline
@@ -29,6 +32,14 @@ def command(root: str, as_json: bool) -> None:
         print_json(to_json(found))
     else:
         print_status(found)
+        with suppress(CkptError):  # a tier that does not answer is named above, and only a ckpt.yaml says what to keep
+            for place in places_of(root):
+                overdue = place.plan().remove
+                if overdue:
+                    there = f"{place.repository.storage.url} has {count(len(overdue), 'snapshot')}"
+                    print_text(
+                        f"{there} that retention would remove: `ckpt prune {root} --dry-run` names them", fg="red"
+                    )
 
 
 def print_status(found: RunReading) -> None:

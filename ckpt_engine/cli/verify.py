@@ -127,7 +127,6 @@ def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
             print_text(f"{verdict.snapshot}  ok{shares}", fg="green")
         else:
             print_text(f"{verdict.snapshot}  DAMAGED", fg="red")
-            for problem in verdict.problems[:MAX_SHOWN]:
-                print_text(f"  {problem}")
+            print_text(*(f"  {problem}" for problem in verdict.problems[:MAX_SHOWN]))
             if len(verdict.problems) > MAX_SHOWN:
                 print_text(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")

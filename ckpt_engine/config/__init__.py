@@ -85,6 +85,7 @@ class TierOptions(TypedDict, total=False):
     replicate: int
     parity: int
     keep: KeepOptions | int
+    protect: Mapping[str, int]
     bandwidth: Size
     concurrency: int
     on_failure: Literal["degrade", "fail"]
@@ -178,6 +179,7 @@ class Options(TypedDict, total=False):
     at_end: bool | None
     wait_at_end: Duration | None
     keep: KeepOptions | int | None
+    protect: Mapping[str, int] | None
     seal: SealOptions | None
     tiers: Folder | TierOptions | Sequence[Folder | TierOptions] | None
     preemption: PreemptionOptions | None

@@ -44,7 +44,7 @@ from ckpt_engine.config.option_types import (
     refuse,
 )
 from ckpt_engine.config.reporting import EventCalls, Log, Status
-from ckpt_engine.config.sections import Keep, KeepRules, Preemption, ResumeChanges, Rollback, Seal, Section
+from ckpt_engine.config.sections import Keep, KeepRules, Preemption, Protect, ResumeChanges, Rollback, Seal, Section
 from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.plugins import CODECS, plugin
 
@@ -160,6 +160,7 @@ class Tier(Section):
         description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares.",
     )
     keep: KeepRules | None = Field(default=None, description="Retention of this tier, instead of the general one.")
+    protect: Protect | None = Field(default=None, description="The same of this tier, instead of the general one.")
     bandwidth: Rate | None = Field(
         default=None,
         description="Bytes per second that go to this tier: while copying to a further one, on average to the nearest.",
@@ -193,9 +194,11 @@ class Tier(Section):
 
     def for_storage(self) -> dict[str, Any]:
         """`storage_options` with what else the storage has to know; a local folder takes only how it is sealed."""
-        sealed = {} if self.seal is None else {"seal": self.seal.model_dump(exclude_unset=True)}
-        requests = {} if self.is_folder else {"concurrency": self.concurrency}
-        return {**requests, **self.storage_options, **sealed}
+        sealed = {"seal": self.seal.model_dump(exclude_unset=True)} if self.seal is not None else {}
+        if self.is_folder:
+            return {**self.storage_options, **sealed}
+        protection = {"protect_days": self.protect.days} if self.protect is not None else {}
+        return {"concurrency": self.concurrency, **protection, **self.storage_options, **sealed}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -302,6 +305,7 @@ class Config(Section):
         "missing then the writer process copies, or the next run.",
     )
     keep: KeepRules = Field(default_factory=Keep, description="Which snapshots are kept.")
+    protect: Protect | None = Field(default=None, description="How long every snapshot stays, whatever retention says.")
     seal: Seal | None = Field(default=None, description="Encrypt and sign all that is written; see docs/seal.md.")
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list, json_schema_input_type=_Places)] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
@@ -395,12 +399,15 @@ class Config(Section):
     @field_validator("tiers", mode="after")
     @classmethod
     def _tiers_fit_together(cls, listed: tuple[Tier, ...], info: ValidationInfo) -> Tiers:
+        general = {name: info.data[name] for name in ("protect", "seal") if info.data.get(name) is not None}
+        listed = tuple(
+            tier.model_copy(update={name: given for name, given in general.items() if getattr(tier, name) is None})
+            if tier.url != MEMORY
+            else tier
+            for tier in listed
+        )
         if any(tier.url == MEMORY for tier in listed[1:]):
             raise option_error("the memory tier is the nearest one: it comes first, and once")
-        general = {"seal": info.data.get("seal")} if info.data.get("seal") is not None else {}
-        listed = tuple(
-            tier if tier.seal is not None or tier.url == MEMORY else tier.model_copy(update=general) for tier in listed
-        )
         tiers = Tiers.of(listed) if listed else None
         if not tiers:
             more = ", too: memory does not outlive the machine" if listed else ""
@@ -473,12 +480,13 @@ class Config(Section):
         return self.tiers[0].keep or self.keep
 
     def keep_rules(self, tier: Tier) -> dict[str, Any]:
-        """The retention that holds on a tier as plain JSON: only the rules that are set.
+        """The retention that holds on a tier as plain JSON: only the rules that are set, and `protect_days`.
 
         Args:
             tier: one of `tiers`.
         """
-        return (tier.keep or self.keep).model_dump(mode="json", exclude_none=True)
+        rules = (tier.keep or self.keep).model_dump(mode="json", exclude_none=True)
+        return {**rules, "protect_days": tier.protect.days} if tier.protect is not None else rules
 
     def options(self) -> dict[str, Any]:
         """The options that were given, as JSON values; `load_config` makes an equal `Config` of them."""

@@ -51,6 +51,12 @@ class Best(Section):
     k: Count = Field(default=1, description="How many to keep.")
 
 
+class Protect(Section):
+    """Snapshots that nothing removes while they are young, whatever retention says."""
+
+    days: Count = Field(description="Days from when a snapshot was taken. An S3 bucket with Object Lock enforces them.")
+
+
 class Rules(Section):
     """What is kept: everything that any of these rules wants."""
 

@@ -41,6 +41,7 @@ class EncodeStats:
         self.codecs[done.codec] += len(done.stored)
 
 
+@dataclass(eq=False)
 class CodecSelector:
     """Selects the codec of each snapshot of one tier, one after another.
 
@@ -48,11 +49,10 @@ class CodecSelector:
         codec: a codec's name, or `auto`: as it is at first, to measure the link, and encoded while the link is slow.
     """
 
-    def __init__(self, codec: str) -> None:
-        self._codec = codec
-        self._links: list[float] = []
-        self.why = ""
-        """How the snapshot under way is stored, in one line; empty: as it is, always."""
+    _codec: str
+    _links: list[float] = field(default_factory=list, init=False)
+    why: str = field(default="", init=False)
+    """How the snapshot under way is stored, in one line; empty: as it is, always."""
 
     @property
     def is_plain(self) -> bool:

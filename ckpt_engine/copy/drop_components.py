@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from ckpt_engine.copy.transfer import mapped, scratch_file, scratch_of
-from ckpt_engine.errors import StorageExistsError
 from ckpt_engine.store import container, manifest_codec, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import decoder_of
@@ -117,12 +116,8 @@ def write_slim(repository: Repository, slim: Slim) -> None:
                 decoder.read(name, start, piece, blocks[-1])
                 at += piece.raw_nbytes
         try:
-            try:
-                storage.put(file.name, blocks)
-            except StorageExistsError:
-                # Of an attempt that died before its commit; whatever it is, no manifest needs it.
-                storage.delete(file.name)
-                storage.put(file.name, blocks)
+            # It may be there, of an attempt that died before its commit; whatever it is, no manifest needs it.
+            storage.put(file.name, blocks, exclusive=False)
         finally:
             for block in blocks:
                 block.release()

@@ -1,7 +1,7 @@
 """The values that cross between trainer and writer.
 
-Everything here is JSON-able, by a function here or by `asdict`, except the arena itself, which crosses as file
-descriptors.
+Everything here is JSON-able, by `to_json` or by `asdict`, except the arena itself, which crosses as file descriptors.
+`job_from_json` and `msgspec.convert` make the values of it again.
 
 What rarely changes is said when it does, for all jobs from there on. A *layout* describes the bytes of an arena slot:
 it already is the data file, header included. A *skeleton* is the JSON tree of one top-level key of the state, in which
@@ -13,19 +13,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
+
+import msgspec
 
 from ckpt_engine import errors
 from ckpt_engine.errors import WriterError
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import PACKED, UNNAMED, Line
-from ckpt_engine.store.manifest_codec import line_from_json, line_to_json
 
 
-@dataclass(frozen=True, slots=True)
-class EntryLayout:
-    """Where one array lies in the data file.
+class EntryLayout(NamedTuple):
+    """Where one array lies in the data file. A row without names on the wire: there may be 10,000 of them.
 
     Args:
         name: its name in the container, and in the manifest.
@@ -158,18 +157,7 @@ class ErrorRecord:
 
     def exception(self) -> errors.CkptError:
         """An exception of the same class with the same text."""
-        return _classes().get(self.code, errors.WriterError)(*self.message.split("\n"), hint=self.hint)
-
-
-@cache
-def _classes() -> dict[str, type[errors.CkptError]]:
-    found: dict[str, type[errors.CkptError]] = {}
-    todo = [errors.CkptError]
-    while todo:
-        kind = todo.pop()
-        found[kind.code] = kind
-        todo += kind.__subclasses__()
-    return found
+        return errors.BY_CODE.get(self.code, WriterError)(*self.message.split("\n"), hint=self.hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,63 +333,26 @@ class WriterConfig:
     on: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
-def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """`layout` as JSON; entries become rows without their field names, because there may be 10,000 of them."""
-    rows = [
-        [e.name, e.dtype, list(e.shape), e.container_dtype, e.offset, e.nbytes, e.whole, e.start]
-        for e in layout.entries
-    ]
+def to_json(value: Layout | PersistJob) -> dict[str, Any]:
+    """The fields of `value` as JSON. Shallow: mappings are not copied."""
+    fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     return {
-        "header_nbytes": layout.header_nbytes,
-        "nbytes": layout.nbytes,
-        "entries": rows,
-        "structure": layout.structure,
-        "groups": layout.groups,
+        name: dict(one) if isinstance(one, Mapping) else dataclasses.asdict(one) if isinstance(one, Line) else one
+        for name, one in fields.items()
     }
 
 
-def layout_from_json(data: Mapping[str, Any]) -> Layout:
-    """The inverse of `layout_to_json`."""
-    entries = tuple(
-        EntryLayout(n, d, tuple(s), c, o, b, None if w is None else tuple(w), a)
-        for n, d, s, c, o, b, w, a in data["entries"]
-    )
-    groups = tuple(TrainedGroup(n, tuple(w), tuple(m), tuple(c)) for n, w, m, c in data["groups"])
-    return Layout(data["header_nbytes"], data["nbytes"], entries, data["structure"], groups)
-
-
-def job_to_json(job: PersistJob) -> dict[str, Any]:
-    """`job` as JSON. Shallow: what is in the mappings is not copied."""
-    fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)} | {"line": line_to_json(job.line)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-
-
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
-    """The inverse of `job_to_json`."""
+    """The job of `to_json`. Types are not checked: what a caller has let through fails its job, not the writer."""
     return PersistJob(
         **{
             **data,
             "lacked": tuple(data["lacked"]),
             "damaged": tuple(data["damaged"]),
-            "line": line_from_json(data["line"]),
+            "line": msgspec.convert(data["line"], Line),
             "marks": tuple(GroupMark(*one) for one in data["marks"]),
         }
     )
-
-
-def done_from_json(data: Mapping[str, Any]) -> JobDone:
-    """A `JobDone` from a message that has its fields."""
-    error = data["error"]
-    return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error), data["slot_held"])
-
-
-def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
-    """A configuration from what `asdict` makes of it."""
-    tiers = tuple(TierConfig(**tier) for tier in data["tiers"])
-    holder = data["holder"] and LeaseHolder(**data["holder"])
-    ranks = data["ranks"]
-    places = {"place": tuple(ranks["place"]), "places": tuple(tuple(place) for place in ranks["places"])}
-    return WriterConfig(**{**data, "tiers": tiers, "holder": holder, "ranks": RankConfig(**{**ranks, **places})})
 
 
 class KeySkeleton:

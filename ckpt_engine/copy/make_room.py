@@ -7,23 +7,26 @@ snapshot is made before it is written, and a run that will not fit is warned bef
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from types import MappingProxyType
 
 from ckpt_engine.copy.drop_components import foresee, slim_id, write_slim
-from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
+from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError, StorageReadOnlyError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.branches import OTHER_LINE, branches
 from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, SnapshotInfo
+from ckpt_engine.store.protection import PROTECTED, young
 from ckpt_engine.store.repository import Damaged, Data, Repository, lacking
 from ckpt_engine.store.retention import RESERVE_BYTES, SLACK_BYTES, RetentionPlan, Usage, plan, plan_before_write
 from ckpt_engine.store.retention_preflight import preflight
-from ckpt_engine.store.retention_rules import ByteLimits, Retention, RetentionPolicy
+from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _NO_LIMITS = ByteLimits()
@@ -88,6 +91,13 @@ class Pruned:
         return found + self.collected.events(url)
 
 
+def protection(repository: Repository, infos: Sequence[SnapshotInfo], policy: RetentionPolicy) -> dict[str, str]:
+    """Id → reason of pinned snapshots, and of young ones by the longer time of `policy` and the run's record."""
+    record = repository.record()
+    days = max(Retention.of(policy).protect_days, record.protect_days if record is not None else 0)
+    return (young(infos, days, time.time()) if days else {}) | pins.protection(repository.storage)
+
+
 def plan_prune(
     repository: Repository,
     policy: RetentionPolicy,
@@ -99,7 +109,8 @@ def plan_prune(
     """What `prune` would forget. Reads only.
 
     The newest snapshot that is whole (manifest verified, data files there) stays whatever the policy says, and so do
-    pinned ones; if none is whole, everything stays. Rules see the snapshots of one line only; all others stay.
+    pinned and protected ones; if none is whole, everything stays. Rules see the snapshots of one line only; all others
+    stay.
 
     Args:
         line: whose snapshots may go; None: that of the newest snapshot.
@@ -113,7 +124,7 @@ def plan_prune(
     if whole is None and infos:
         return RetentionPlan({info.id: "no snapshot is whole: nothing is removed" for info in scanned} | others, ())
     limited = Retention.of(policy).limits != ByteLimits()
-    keep = pins.protection(repository.storage) | dict(protected)
+    keep = protection(repository, scanned, policy) | dict(protected)
     decided = plan(
         infos,
         policy,
@@ -145,11 +156,10 @@ def prune(
     data = None if tidy else repository.data(in_flight)
     decided = plan_prune(repository, policy, line=line, protected=protected, verified=verified)
     limits = Retention.of(policy).limits
-    done = Pruned(decided, _NOT_ASKED)
+    catalogue(repository, limits)  # before: where nothing may be removed there are many snapshots
     if tidy or decided.remove or decided.slim:
-        done = execute(repository, lease, decided, limits, in_flight=in_flight, data=data)
-    catalogue(repository, limits)
-    return done
+        return execute(repository, lease, decided, limits, in_flight=in_flight, data=data)
+    return Pruned(decided, _NOT_ASKED)
 
 
 def execute(
@@ -220,10 +230,10 @@ def make_room(
     needed_bytes = incoming_bytes + SLACK_BYTES + (limits.min_free_bytes or RESERVE_BYTES)
     if not full and limits.quota_bytes is None and (free_bytes is None or free_bytes >= needed_bytes):
         return None
-    keep = pins.protection(storage) | dict(protected)
 
     def planned() -> RetentionPlan:
         infos, others = _of_line(repository, line)
+        keep = protection(repository, infos, policy) | dict(protected)
         whole = _newest_whole(repository, infos, verified)
         if whole is None:
             # Nothing tells which one is worth most: none goes.
@@ -241,21 +251,32 @@ def make_room(
         )
         return replace(found, keep={**found.keep, **others})
 
-    decided = planned()
-    if decided.short_bytes:
-        collect(repository, lease, in_flight=in_flight)
-        decided = planned()
-    if decided.short_bytes:
-        raise _full(repository, line, limits, incoming_bytes, decided.short_bytes)
-    if not decided.remove:
-        return None
-    done = execute(repository, lease, decided, limits, in_flight=in_flight)
-    if len(done.plan.remove) < len(decided.remove):
-        # Somebody pinned one of them meanwhile.
-        decided = planned()
+    decided, done = planned(), None
+    with _what_may_go(limits):
         if decided.short_bytes:
-            raise _full(repository, line, limits, incoming_bytes, decided.short_bytes)
-    return done
+            collect(repository, lease, in_flight=in_flight)
+            decided = planned()
+        if decided.short_bytes:
+            raise _full(repository, line, policy, incoming_bytes, decided.short_bytes)
+        if not decided.remove:
+            return None
+        done = execute(repository, lease, decided, limits, in_flight=in_flight)
+        if len(done.plan.remove) < len(decided.remove):
+            # Somebody pinned one of them meanwhile.
+            decided = planned()
+            if decided.short_bytes:
+                raise _full(repository, line, policy, incoming_bytes, decided.short_bytes)
+    return done  # None where nothing may go: the write finds out whether it fits
+
+
+@contextmanager
+def _what_may_go(limits: ByteLimits) -> Iterator[None]:
+    """Where this user may not delete, no room is made; what limits keep from being written fails."""
+    try:
+        yield
+    except StorageReadOnlyError as err:
+        if limits != _NO_LIMITS:
+            raise StorageFullError(f"there is no room, and none can be made: {err.message}", hint=err.hint) from err
 
 
 def collect(
@@ -299,6 +320,20 @@ def collect(
     )
 
 
+@contextmanager
+def where_permitted(repository: Repository, say: Callable[[str], object]) -> Iterator[None]:
+    """What the block removes may stay where this user may not delete; `say` takes that once for each repository."""
+    try:
+        yield
+    except StorageReadOnlyError as err:
+        if not repository.is_refusing:
+            repository.is_refusing = True
+            say(
+                f"retention may remove nothing at {repository.storage.url}, older snapshots stay: {err.message}; new "
+                "ones are still taken, and `ckpt status` counts what retention would remove"
+            )
+
+
 def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotInfo], dict[str, str]]:
     """The snapshots that retention may remove, oldest first, and all others with the reason why they stay."""
     scanned = repository.list()
@@ -319,7 +354,7 @@ def _forget(repository: Repository, lease: Lease, snapshots: Collection[str], *,
     if not snapshots:
         return frozenset()
     late = pins.pinned_ids(repository.storage).intersection(snapshots) if looks else frozenset[str]()
-    if going := set(snapshots) - late:
+    if going := [one for one in snapshots if one not in late]:
         lease.check()
         repository.forget(going)
     return late
@@ -360,8 +395,8 @@ def compact(repository: Repository, lease: Lease, snapshot: str) -> str:
         FormatError, StorageMissingError, StorageFullError: it is as it was; it is damaged, pinned, or there is no room.
         LeaseHeldError, StorageError: as it was, or done; calling again continues.
     """
-    if snapshot in pins.pinned_ids(repository.storage):
-        raise StorageMissingError(f"{snapshot} is pinned", hint="`ckpt unpin` it first")
+    if why := protection(repository, [repository.info(snapshot)], KeepAll()).get(snapshot):
+        raise StorageMissingError(f"{snapshot} is {why}", hint="`ckpt unpin` it first, or wait for that date")
     new = _slim(repository, lease, snapshot, (), _NO_LIMITS)
     collect(repository, lease)
     return new
@@ -416,11 +451,13 @@ def _without(decided: RetentionPlan, late: Collection[str]) -> RetentionPlan:
 
 
 def _full(
-    repository: Repository, line: Line | None, limits: ByteLimits, incoming_bytes: int, short_bytes: int
+    repository: Repository, line: Line | None, policy: RetentionPolicy, incoming_bytes: int, short_bytes: int
 ) -> StorageFullError:
-    url, others = repository.storage.url, _of_line(repository, line)[1]
+    url, limits, (mine, others) = repository.storage.url, Retention.of(policy).limits, _of_line(repository, line)
     finished = [one.id for one in branches(repository.list()) if one.newest.id in others]
-    beside = f"what is pinned or {OTHER_LINE}" if finished else "what is pinned"
+    kept = protection(repository, mine, policy).items()
+    young = [f" and {one} ({why})" for one, why in kept if why.startswith(PROTECTED)]
+    beside = "".join([f"what is pinned or {OTHER_LINE}" if finished else "what is pinned", *young[:1]])
     finish = f"`ckpt prune {url} --branch {finished[0]}` removes a finished branch, " if finished else ""
     quota = [] if limits.quota_bytes is None else [f"quota {units.size(limits.quota_bytes)}"]
     floor = [] if limits.min_free_bytes is None else [f"min_free {units.size(limits.min_free_bytes)}"]

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -151,7 +151,7 @@ class RunText:
             CkptError: there is none that can be read.
         """
         record = repository.require_record()
-        return cls(record.run, encode_record(record))
+        return cls(record.run, encode_record(replace(record, protect_days=0.0)))  # that is the place's own
 
     @classmethod
     def parse(cls, text: str) -> Self:

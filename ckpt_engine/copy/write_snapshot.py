@@ -43,6 +43,7 @@ MOST_PART_PIECES = 1 << 18
 """So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
 
+@dataclass(eq=False)
 class ArenaSlot:
     """One shared buffer. It stays alive while it is retained, whatever becomes of the trainer. Thread safe.
 
@@ -53,12 +54,11 @@ class ArenaSlot:
     It is made with one reference.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._fd = fd
-        self._nbytes = nbytes
-        self._memory: memoryview | None = None
-        self._users = 1
-        self._lock = threading.Lock()
+    _fd: int
+    _nbytes: int
+    _memory: memoryview | None = field(default=None, init=False)
+    _users: int = field(default=1, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @contextmanager
     def image(self, nbytes: int) -> Iterator[memoryview]:
@@ -271,13 +271,13 @@ class SupersededError(WriterError):
     """The slot may have been filled again while it was read."""
 
 
+@dataclass(eq=False)
 class Digests:
     """The digests of one image, once they have been worked out. Thread safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.known: list[str] | None = None
-        """Of all pieces in order; None: not worked out yet."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    known: list[str] | None = field(default=None, init=False)
+    """Of all pieces in order; None: not worked out yet."""
 
     def settle(self, found: list[str]) -> list[str]:
         """Note them; returns them.
@@ -344,16 +344,12 @@ class Staged:
             notes=job.notes,
         )
 
-    def digest(self) -> list[str]:
-        """The digests of all pieces, worked out now unless they are known.
+    def timed_digest(self) -> tuple[list[str], float]:
+        """The digests of all pieces, worked out now unless they are known, and the CPU time of other threads for that.
 
         Raises:
             WriterError: the image cannot be read.
         """
-        return self.timed_digest()[0]
-
-    def timed_digest(self) -> tuple[list[str], float]:
-        """As `digest`, and the CPU time that other threads have spent on it."""
         if self.digests.known is not None:
             return self.digests.known, 0.0
         with self.slot.image(self.nbytes) as image:

@@ -225,6 +225,11 @@ class Replaced:
         """`do(original, ...)` runs in the place of what was called before."""
         self.replace(owner, name, partial(do, getattr(owner, name)))
 
+    @staticmethod
+    def is_ours(method: Any) -> bool:
+        """Whether this is what `replace` or `around` has put in the place of a method."""
+        return isinstance(method, _Replacement)
+
     def undo(self) -> bool:
         """Leave all of them as they were found; whether there were any. Idempotent."""
         found = bool(self._before)

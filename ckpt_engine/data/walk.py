@@ -1,8 +1,9 @@
-"""A walk over objects that refer to each other."""
+"""Walks over objects that refer to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -22,3 +23,14 @@ def walk(
             seen.add(id(node))
             yield path, node
             queue += inner(path, node)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in mappings, lists, tuples and deques, in any nesting and in order; of anything else itself."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple | deque):
+        yield value
+        return
+    for one in value:
+        yield from leaves(one)

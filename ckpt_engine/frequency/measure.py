@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -87,6 +89,7 @@ class RobustBaseline:
         return self._error
 
 
+@dataclass(eq=False)
 class Outliers:
     """What rare large values add to the mean of a series whose usual value is known.
 
@@ -98,9 +101,7 @@ class Outliers:
     LARGE = 4.0
     ENOUGH = 2
     LEAST = 100
-
-    def __init__(self) -> None:
-        self._excess: deque[float] = deque(maxlen=self.WINDOW)
+    _excess: deque[float] = field(default_factory=partial(deque, maxlen=WINDOW))
 
     def add(self, value: float, usual: float, *, changed: bool = False) -> None:
         """One more value; `changed`: the newest ones were no outliers but the beginning of what is usual now."""
@@ -135,6 +136,7 @@ class Slowdown(NamedTuple):
     slow_seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class SlowSteps:
     """Whether the steps next to snapshots are slow more often than others, and what that costs each snapshot.
 
@@ -149,11 +151,9 @@ class SlowSteps:
     SIGNIFICANT = 3.0
     LEAST_VARIANCE = 0.1
     RARE = 1e-6
-
-    def __init__(self) -> None:
-        self._recent: deque[Slowdown] = deque(maxlen=self.WINDOW)
-        self.seconds = 0.0
-        """Per snapshot; 0.0 where chance explains what was seen."""
+    _recent: deque[Slowdown] = field(default_factory=partial(deque, maxlen=WINDOW))
+    seconds: float = 0.0
+    """Per snapshot; 0.0 where chance explains what was seen."""
 
     def add(self, slowdown: Slowdown) -> None:
         self._recent.append(slowdown)

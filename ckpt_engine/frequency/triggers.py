@@ -124,18 +124,15 @@ class FixedTriggers:
 
     def describe(self) -> str:
         """The fixed triggers in one line."""
-        parts, settings = [], self._settings
-        if (steps := settings.every_n_steps) is not None:
-            parts.append("every step" if steps == 1 else f"every {steps} steps")
-        if settings.every_seconds is not None:
-            parts.append(f"every {duration(settings.every_seconds)}")
-        if settings.at_steps:
-            parts.append(f"at steps {', '.join(map(str, settings.at_steps))}")
-        if settings.on_validation_end:
-            parts.append("after each validation")
-        if settings.at_end:
-            parts.append("at the end")
-        return " and ".join(", ".join(parts).rsplit(", ", 1)) or "never"
+        settings, steps = self._settings, self._settings.every_n_steps
+        rows = (
+            (steps is not None, "every step" if steps == 1 else f"every {steps} steps"),
+            (settings.every_seconds is not None, f"every {duration(settings.every_seconds or 0.0)}"),
+            (settings.at_steps, f"at steps {', '.join(map(str, settings.at_steps))}"),
+            (settings.on_validation_end, "after each validation"),
+            (settings.at_end, "at the end"),
+        )
+        return " and ".join(", ".join(text for fires, text in rows if fires).rsplit(", ", 1)) or "never"
 
 
 class Moment(NamedTuple):
@@ -383,13 +380,11 @@ class MemoryTrigger:
             step_seconds: what a step takes; intervals count to half of it, limits ahead to the next one.
         """
         self._settle()
-        rhythm = self._rhythm
         if step <= self._step:
             return False
-        if rhythm.every_n_steps is not None:
-            return step // rhythm.every_n_steps > self._step // rhythm.every_n_steps
-        if rhythm.every_seconds is not None:
-            return now - self._time >= rhythm.every_seconds
+        if self._rhythm.fixed:
+            due_step, due_time = self.quiet(step_seconds)
+            return step >= due_step or now >= due_time
         if now - self._time + step_seconds + self.cost_seconds > self.limit_seconds:
             return True
         since = account.training_seconds - self._trained + step_seconds / 2.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -128,23 +128,20 @@ class Capture:
                 "packed": self._packer.pack(
                     {
                         "rng": streams,
-                        "buffer_syncs": self.buffer_syncs(),
+                        "buffer_syncs": self.gradient_order.syncs(),
                         **own,
                         "made": self.made,
                         "audit": hidden,
-                        "gradient_order": self._gradient_order.state(),
+                        "gradient_order": self.gradient_order.state(),
                         "values": values,
                     }
                 ),
             }
         }
 
-    def buffer_syncs(self) -> list[bool]:
-        """`GradientOrder.syncs` of the models."""
-        return self._gradient_order.syncs()
-
     @cached_property
-    def _gradient_order(self) -> GradientOrder:
+    def gradient_order(self) -> GradientOrder:
+        """Of the models."""
         return GradientOrder(self._wrappers())  # models may be wrapped after this object was made
 
     def is_lazy(self, path: tuple[Any, ...]) -> bool:
@@ -165,6 +162,7 @@ class Capture:
         return live.numel() > 0 and live.data_ptr() in self._managed
 
 
+@dataclass(eq=False)
 class Packer:
     """Packs the trees of one run; the result never gets smaller, so that it seldom changes its shape.
 
@@ -173,16 +171,15 @@ class Packer:
     as `entry` an index into `arrays`, each of which has a dtype, a shape and a range of bytes behind the text.
 
     Args:
-        root: where the tree sits in the state, for error messages.
+        _root: where the tree sits in the state, for error messages.
     """
 
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._flattener = Flattener()
-        self._known: dict[str, tuple[Any, KeySkeleton]] = {}
-        """By component of the last tree its form, and its skeleton."""
-        self._nbytes = _SMALLEST_BYTES
-        self._device: torch.device | None = None
+    _root: str
+    _flattener: Flattener = field(default_factory=Flattener)
+    _known: dict[str, tuple[Any, KeySkeleton]] = field(default_factory=dict)
+    """By component of the last tree its form, and its skeleton."""
+    _nbytes: int = _SMALLEST_BYTES
+    _device: torch.device | None = None
 
     def pack(self, tree: Any) -> torch.Tensor:
         """The tree as a uint8 tensor; copies everything, so that later changes of the tree do not reach it.
@@ -318,13 +315,13 @@ def alike(parts: Components) -> Callable[[tuple[Any, ...]], bool]:
     return is_alike
 
 
+@dataclass(eq=False)
 class _Walk:
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._left = MOST_BYTES
-        self._flattener = Flattener()
-        self.alike: list[tuple[tuple[Any, ...], Any]] = []
-        """Arrays, and what optimizers know of parameters, that are the same on all ranks."""
+    _ranks: Ranks
+    _left: int = MOST_BYTES
+    _flattener: Flattener = field(default_factory=Flattener)
+    alike: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
+    """Arrays, and what optimizers know of parameters, that are the same on all ranks."""
 
     def kept(self, value: Any, path: tuple[Any, ...]) -> Any:
         """The value without what is common to all ranks."""

@@ -23,6 +23,7 @@ from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.grouping import grouped
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
+from ckpt_engine.observe.curves import Curves
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
 from ckpt_engine.snapshot import arguments
@@ -80,26 +81,33 @@ class NamedParts:
 
     def __init__(self, objects: Mapping[str, Any], flat: FlatModels | None = None) -> None:
         for name, value in objects.items():
-            if name == OWN_KEY:
-                raise ConfigError(
-                    f"{name!r} is reserved for a component of the engine", hint="track it by another name"
-                )
-            if isinstance(value, type):
-                raise ConfigError(
-                    f"{name!r} is the class {value.__name__}, which has no state", hint="give an object of it"
-                )
-            if not callable(getattr(value, "state_dict", None)) or not callable(
-                getattr(value, "load_state_dict", None)
-            ):
-                raise ConfigError(
-                    f"{name!r}, a {type(value).__name__}, has no state_dict() and load_state_dict()",
-                    hint="track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods",
-                )
-            if hasattr(value, "consolidate_state_dict"):
-                raise ConfigError(
-                    f"{name!r}, a {type(value).__name__}, has a part of its state on each rank",
-                    hint="an optimizer that each rank has whole, or FSDP2 (fully_shard), which divides its state too",
-                )
+            methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
+            kind = value if isinstance(value, type) else type(value)
+            rows = (
+                (
+                    name == OWN_KEY,
+                    f"{name!r} is reserved for a component of the engine",
+                    "track it by another name",
+                ),
+                (
+                    isinstance(value, type),
+                    f"{name!r} is the class {kind.__name__}, which has no state",
+                    "give an object of it",
+                ),
+                (
+                    not all(map(callable, methods)),
+                    f"{name!r}, a {kind.__name__}, has no state_dict() and load_state_dict()",
+                    "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods",
+                ),
+                (
+                    hasattr(value, "consolidate_state_dict"),
+                    f"{name!r}, a {kind.__name__}, has a part of its state on each rank",
+                    "an optimizer that each rank has whole, or FSDP2 (fully_shard), which divides its state too",
+                ),
+            )
+            for holds, why, hint in rows:
+                if holds:
+                    raise ConfigError(why, hint=hint)
         self.objects: Mapping[str, Any] = dict(objects)
         self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
         self.optimizers = {
@@ -253,6 +261,8 @@ class Surroundings:
     counted, files of the model, and random streams."""
     plain_number, whole_number = staticmethod(arguments.plain_number), staticmethod(arguments.whole_number)
     """Take what a trainer counts for a number of Python, whatever makes it."""
+    curves = Curves("", [])
+    """Its loggers, once they have begun."""
 
     def accumulating(self) -> bool:
         """Gradients of the last batch wait for those of the next one."""
@@ -260,7 +270,7 @@ class Surroundings:
 
     def now(self) -> Counters:
         """Its counters; cheap, as it is called at every boundary."""
-        return Counters()
+        return Counters(notes=self.curves.note)
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:  # noqa: ARG002
         """Put back what `Counters.dump` gave; called when the run resumes, and again right before its first batch."""

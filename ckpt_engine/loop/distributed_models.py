@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, MismatchError, RanksError, StateError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
 from ckpt_engine.state.module_names import canonical, renamed
@@ -110,11 +111,12 @@ class FlatModels:
             ConfigError: names the ranks; the same on all of them.
         """
         parts = self.parts()
-        trained: dict[torch.dtype, list[FlatPart]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) in parts:
-                    trained.setdefault(parameter.dtype, []).append(parts[id(parameter)])
+        trained = grouped(
+            (parameter.dtype, parts[id(parameter)])
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) in parts
+        )
         for some in trained.values():
             without = set(some[0].ranks).difference(*(ranks for part in some for ranks in part.grid.holders))
             if without:
@@ -469,17 +471,17 @@ def _said(model: Any, order: bytes, size: int, step: int) -> _Said:
 
 def _obstacle(model: Any, order: bytes, size: int) -> str:
     parameters, sparse = model._build_params_for_reducer()
-    if not order:
-        return "the snapshot does not have the order: DDP did not know it yet"
-    if sorted(array("i", order)) != list(range(len(parameters))) or any(sparse):
-        return "the model has other parameters, or sparse gradients"
-    if dist.get_world_size(model.process_group) != size:
-        return "the gradients are not those of all ranks"
-    if model.static_graph or model._comm_hooks or getattr(model, "mixed_precision", None) is not None:
-        return "DDP has a static graph, communication hooks or mixed precision"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.module.parameters()):
-        return "the parameters have hooks"
-    return ""
+    has_others = sorted(array("i", order)) != list(range(len(parameters))) or any(sparse)
+    has_more = model.static_graph or model._comm_hooks or getattr(model, "mixed_precision", None) is not None
+    has_hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.module.parameters())
+    rows = (
+        (not order, "the snapshot does not have the order: DDP did not know it yet"),
+        (has_others, "the model has other parameters, or sparse gradients"),
+        (dist.get_world_size(model.process_group) != size, "the gradients are not those of all ranks"),
+        (has_more, "DDP has a static graph, communication hooks or mixed precision"),
+        (has_hooks, "the parameters have hooks"),
+    )
+    return next((why for holds, why in rows if holds), "")
 
 
 def _common(said: list[list[_Said] | None]) -> _Agreed:

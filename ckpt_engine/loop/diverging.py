@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import (
@@ -34,7 +36,6 @@ from ckpt_engine.preempt.divergence import (
     Divergence,
     RollbackRecord,
     earliest,
-    of_json,
     plan_rollback,
     read_rollback,
     write_rollback,
@@ -297,7 +298,7 @@ class Rollbacks:
             return _last([row for row in rows if row is not None and row["newest"] == newest]) or _last(rows)
 
         row = self._engine.meet(read, known) if self._may_differ else self._engine.agree(read)
-        found = None if row is None else of_json(row)
+        found = None if row is None else msgspec.convert(row, RollbackRecord)
         # Only if nothing was saved since that was decided.
         pending = found if found is not None and found.newest == newest else None
         self.back = pending and pending.on(self.replicas, self._in_whole_steps)
@@ -345,7 +346,7 @@ class Rollbacks:
     def remember(self, row: dict[str, Any]) -> None:
         """Rank 0, on another node, has decided that."""
         try:
-            write_rollback(self._storage, of_json(row))
+            write_rollback(self._storage, msgspec.convert(row, RollbackRecord))
         except CkptError as err:
             self._log.warning("the rollback is not remembered on this node, but on that of rank 0: %s", err)
 
@@ -360,7 +361,7 @@ class Rollbacks:
             said = verdicts.ask(HOLDS, _PLACES_SECONDS)
             snapshots = whole(map(_row, infos), *(one["snapshots"] for one in said))
             rows = [None if before is None else asdict(before), *(one["before"] for one in said)]
-            before = None if (last := _last(rows)) is None else of_json(last)
+            before = None if (last := _last(rows)) is None else msgspec.convert(last, RollbackRecord)
         made = plan_rollback(
             snapshots,
             found,

@@ -285,12 +285,17 @@ class _Tensors:
 
     def flags(self, modes: tuple[list[bool], list[bool]]) -> dict[str, dict[str, list[str]]]:
         """As `dump_flags` of each model at the moment of `modes`."""
-        found: dict[str, dict[str, list[str]]] = {name: {"frozen": [], "eval": []} for name in self._models}
-        for kind, rows, values in (("eval", self._modules, modes[0]), ("frozen", self._parameters, modes[1])):
-            for (name, path, _), value in zip(rows, values, strict=True):
-                if not value:
-                    found[name][kind].append(path)
-        return found
+        rows: dict[str, list[Any]] = {
+            "frozen": list(zip(self._parameters, modes[1], strict=True)),
+            "eval": list(zip(self._modules, modes[0], strict=True)),
+        }
+        return {
+            name: {
+                kind: [path for (model, path, _), trains in pairs if model == name and not trains]
+                for kind, pairs in rows.items()
+            }
+            for name in self._models
+        }
 
     def copies(self) -> list[torch.Tensor]:
         """Of what changes in forward."""

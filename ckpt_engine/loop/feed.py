@@ -140,7 +140,7 @@ class Feed:
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
         dealt = self.position.dealt
-        exhausted = bool(getattr(self._live(), self._ended_by)) if self._share == 0 else self.position.exhausted
+        exhausted = bool(getattr(deref(self._outer), self._ended_by)) if self._share == 0 else self.position.exhausted
         return self.delivered > 0 and (exhausted or self.delivered == (self._length if dealt is None else dealt[1]))
 
     @property
@@ -267,7 +267,7 @@ class Feed:
             self.lead.ahead, self._recorded = ahead, ahead
             self.position.lookahead = self._lookahead + ahead
         if self._counter:
-            setattr(self._live(), self._counter, state["counter"])
+            setattr(deref(self._outer), self._counter, state["counter"])
 
     def begin_after(self, epochs: int, batches: int) -> None:
         """The next pass comes after so many others, and starts after so many of its batches.
@@ -289,7 +289,7 @@ class Feed:
         if self.phase is UNBEGUN:
             self.phase = self.phase.to(phase)
         if self._counter:
-            setattr(self._live(), self._counter, count)
+            setattr(deref(self._outer), self._counter, count)
         self.position.forget()
 
     def leave(self) -> None:
@@ -390,17 +390,10 @@ class Feed:
         }
 
     def _count(self) -> int:
-        return int(getattr(self._live(), self._counter)) if self._counter else 0
-
-    def _live(self) -> Any:
-        return deref(self._outer)
+        return int(getattr(deref(self._outer), self._counter)) if self._counter else 0
 
     def _run(self) -> None:
         self.phase = self.phase.to(RUNNING)
-
-    def _failed(self, error: Exception) -> None:
-        if (listener := self._listener()) is not None:
-            listener.failed(self, error)
 
 
 class _Pass(Proxy):
@@ -429,8 +422,8 @@ class _Pass(Proxy):
                 feed._close(ENDED)
             raise
         except Exception as err:
-            if current:
-                feed._failed(err)
+            if current and (listener := feed._listener()) is not None:
+                listener.failed(feed, err)
             raise
         if current:
             feed.delivered += 1

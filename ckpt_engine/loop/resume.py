@@ -220,9 +220,9 @@ class LoopResume(Resume):
             restored, missing = self._audit.restore("batch")
             self._late = ([*self._late[0], *restored], missing)
 
-    def say(self, problem: str | None) -> None:
+    def say(self, *problems: str | None) -> None:
         """How the loop does not go on as it would have; None: it does."""
-        self.add([], [NotRestored("the loop", problem)] if problem else [])
+        self.add([], [NotRestored("the loop", problem) for problem in problems if problem])
 
     def late(self, feed: Feed) -> None:
         """`feed` is followed from now on only: what the snapshot has of it has not changed since."""

@@ -15,8 +15,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, GeneratorType
@@ -36,7 +35,7 @@ from ckpt_engine.audit.carried import (
 )
 from ckpt_engine.audit.source import only_shows_its_count
 from ckpt_engine.data.streams import Proxy
-from ckpt_engine.data.walk import walk
+from ckpt_engine.data.walk import leaves, walk
 from ckpt_engine.whose_code import is_framework_name
 
 At = Sequence[tuple[CodeType, int]]
@@ -188,11 +187,8 @@ def is_same(saved: Place, now: Place) -> bool:
 def is_in_body(outer: At, inner: At) -> bool:
     """Whether `inner` asks from the body of a `for` that asks from `outer`."""
     here = dict(reversed(inner))
-    for code, offset in outer:
-        loop = next((one for one in loops_around(code, offset) if one.head == offset), None)
-        if loop is not None and code in here and loop.head < here[code] <= loop.end:
-            return True
-    return False
+    loops = ((code, one) for code, offset in outer for one in loops_around(code, offset) if one.head == offset)
+    return any(one.head < here.get(code, -1) <= one.end for code, one in loops)
 
 
 def is_before(first: At, then: At) -> tuple[bool, bool]:
@@ -429,9 +425,4 @@ def _ids_in(values: Iterable[Any]) -> set[int]:
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
     """Those in any nesting."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from itertools.chain.from_iterable(map(tensors_of, batch.values()))
-    elif isinstance(batch, list | tuple | deque):
-        yield from itertools.chain.from_iterable(map(tensors_of, batch))
+    return (one for one in leaves(batch) if isinstance(one, torch.Tensor))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ class StepsMade(set[int]):
     A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
     through another (a GAN's generator through its discriminator). So do those that a loop does not clear before its
     next backward pass, once it has stepped with them again, and those that a step begins with before it runs its
-    closure. The first and the last gradient stand for all. Where a loop had cleared them at the last boundary, its next
-    step does not touch them: if they are there at the next boundary after all, they wait.
+    closure. At the first step of an optimizer all gradients are looked at; later the first and the last stand for all.
+    Where a loop had cleared them at the last boundary, its next step does not touch them: if they are there at the next
+    boundary after all, they wait.
 
     Args:
         optimizers: by name.
@@ -36,6 +38,7 @@ class StepsMade(set[int]):
         """The same of the last boundary, where the gradients were still there."""
         self._cleared: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         """The two parameters of those whose gradients were gone at the last boundary."""
+        self._known: set[int] = set()
         self._reuse: set[int] = set()
         self._uses_left: set[int] = set()
 
@@ -49,7 +52,9 @@ class StepsMade(set[int]):
         if one in self._cleared:
             self.add(one)
             return
-        found = [mark for mark in (_first_graded(groups), _first_graded(groups, reversed)) if mark is not None]
+        ends = (iter, reversed) if one in self._known else ()
+        found = [mark for way in ends for mark in islice(_graded(groups, way), 1)] or list(_graded(groups))
+        self._known.add(one)
         for mark in self._left.pop(one, ()):
             if mark[0].grad is not None and mark[0].grad is mark[1]() and _version(mark[0].grad) != mark[2]:
                 self._reuse.add(one)
@@ -71,15 +76,13 @@ class StepsMade(set[int]):
                 self.discard(one)
                 del self._cleared[one]
         for one, marks in self._marks.items():
-            if not marks or (marks[0][0].grad is None and marks[-1][0].grad is None):
-                if marks:
-                    self._cleared[one] = [weakref.ref(mark[0]) for mark in marks]
-                continue
             there = [mark for mark in marks if mark[0].grad is not None]
             if one in self._reuse | self._uses_left or any(map(_is_changed, there)):
                 self.discard(one)
-            else:
+            elif there:
                 self._left[one] = there
+            elif marks:
+                self._cleared[one] = [weakref.ref(end[0]) for end in (marks[0], marks[-1])]
         self._marks = {}
 
 
@@ -92,10 +95,10 @@ def _is_changed(mark: _Mark) -> bool:
     return grad is None or grad is not mark[1]() or _version(grad) != mark[2]
 
 
-def _first_graded(groups: Sequence[Mapping[str, Any]], way: Callable[[Any], Iterable[Any]] = iter) -> _Mark | None:
-    """The first parameter that has a gradient, from the beginning (`iter`) or from the end (`reversed`)."""
+def _graded(groups: Sequence[Mapping[str, Any]], way: Callable[[Any], Iterable[Any]] = iter) -> Iterator[_Mark]:
+    """The parameters that have a gradient, from the beginning (`iter`) or from the end (`reversed`)."""
     every = (p for group in way(groups) for p in way(group["params"]))
-    return next(((p, weakref.ref(grad), _version(grad)) for p in every if (grad := p.grad) is not None), None)
+    return ((p, weakref.ref(grad), _version(grad)) for p in every if (grad := p.grad) is not None)
 
 
 def needs_optimizer(name: str) -> ConfigError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
+from ckpt_engine.observe.curves import Curve, Curves
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
@@ -214,6 +215,13 @@ class Tracker(LoopProgress):
         """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
         self._run.evaluated(seconds)
 
+    def continue_curves(self, curves: Callable[[], Sequence[Curve]]) -> None:
+        """The loggers continue where the snapshot is; once, as soon as `curves` finds any."""
+        if not self._surroundings.curves:
+            self._surroundings.curves = found = Curves(self._engine.root_url, curves())
+            loaded = self._engine.loaded
+            self._resume.add([], found.go_on({} if loaded is None else loaded.manifest.notes))
+
     def numbers(self) -> dict[str, float]:
         """How the run stands, as loggers get it: `ckpt/overhead_percent` and so on, see `log.loggers`. Any thread."""
         return self._run.metrics.logged(self._run.config.log.loggers)
@@ -241,8 +249,7 @@ class Tracker(LoopProgress):
             self._engine.times.begin()
         if self._phase is ARRIVED:
             self._settle()
-        for problem in self._loops.asked(feed):
-            self._resume.say(problem)
+        self._resume.say(*self._loops.asked(feed))
         self._turn = self._turn or feed.asked_from
         self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
@@ -428,7 +435,7 @@ class Tracker(LoopProgress):
         """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
         if (why := here.obstacle()) is not None:
             raise ImpossibleError(f"no snapshot can be taken there: {why}")
-        own = self._own(feed, here.states) | {"buffer_syncs": self._capture.buffer_syncs()}
+        own = self._own(feed, here.states) | {"buffer_syncs": self._capture.gradient_order.syncs()}
         stepped, counters = frozenset(self._stepped), self._surroundings.now()
         why = "it has gradients of earlier batches" if components.waiting_gradients(self._parts, stepped) else ""
         return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)
@@ -462,8 +469,7 @@ class Tracker(LoopProgress):
                 rng.restore(streams)
             self._loops.start.streams = own["rng"]
             self._loops.counted = own.get("loop", {}).get("numbers", {})
-            for problem in own.get("loop", {}).get("says", ()):
-                self._resume.say(problem)
+            self._resume.say(*own.get("loop", {}).get("says", ()))
 
     def _begins(self) -> None:
         begins = self._loops.start.read() and self._training is None
@@ -475,8 +481,7 @@ class Tracker(LoopProgress):
         """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""
         if not self._loops.arrives(feed):
             return
-        for problem in self._loops.problems():
-            self._resume.say(problem)
+        self._resume.say(*self._loops.problems())
         self._phase = self._phase.to(ARRIVED)
         self._settle()
 

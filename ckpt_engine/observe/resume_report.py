@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ckpt_engine.errors import visible
 from ckpt_engine.observe.units import duration, place, size
 
@@ -159,9 +161,7 @@ class ResumeReport:
         Raises:
             ValueError: not a resume report.
         """
-        from pydantic import TypeAdapter  # the writer process, which reads none, does without
-
-        return TypeAdapter(cls).validate_python(data)
+        return msgspec.convert(data, cls)
 
     def text(self) -> str:
         """The report for people, several lines, no trailing newline."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.observe.clock import Clock, age_of_process
 from ckpt_engine.observe.events import AttemptsFound
+from ckpt_engine.observe.number_types import Seconds
 
 if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
@@ -57,19 +58,19 @@ class RunSpent:
         idle: that a rank waited, on average, for others that a snapshot blocked longer; in other parts already.
     """
 
-    productive: float = 0.0
-    slowdown: float = 0.0
-    stall: float = 0.0
-    fence: float = 0.0
-    replay: float = 0.0
-    restore: float = 0.0
-    startup: float = 0.0
-    validation: float = 0.0
-    end: float = 0.0
-    down: float = 0.0
-    unknown: float = 0.0
-    slowdown_error: float = 0.0
-    idle: float = 0.0
+    productive: Seconds = 0.0
+    slowdown: Seconds = 0.0
+    stall: Seconds = 0.0
+    fence: Seconds = 0.0
+    replay: Seconds = 0.0
+    restore: Seconds = 0.0
+    startup: Seconds = 0.0
+    validation: Seconds = 0.0
+    end: Seconds = 0.0
+    down: Seconds = 0.0
+    unknown: Seconds = 0.0
+    slowdown_error: Seconds = 0.0
+    idle: Seconds = 0.0
 
     @property
     def wall(self) -> float:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any
 
+from ckpt_engine.observe.number_types import Positive
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
 from ckpt_engine.store.sealed_json import parsed, seal, stored
@@ -138,7 +138,7 @@ class RollbackRecord:
     skip_batches: int
     count: int
     why: str
-    ranks: int = 1
+    ranks: Positive = 1
 
     def batches_of(self, ranks: int) -> int:
         """Batches that each of `ranks` ranks leaves out: together as many as `skip_batches` of each were, or more.
@@ -221,22 +221,4 @@ def parse_rollback(text: bytes, where: str) -> RollbackRecord:
     Raises:
         CorruptError: it has none.
     """
-    return parsed(text, where, of_json, "remove it to go on at the newest snapshot")
-
-
-def of_json(row: dict[str, Any]) -> RollbackRecord:
-    """What a JSON object says.
-
-    Raises:
-        LookupError, TypeError, ValueError, OverflowError: it is none.
-    """
-    return RollbackRecord(
-        str(row["snapshot"]),
-        int(row["step"]),
-        str(row["newest"]),
-        int(row["diverged_step"]),
-        int(row["skip_batches"]),
-        int(row["count"]),
-        str(row["why"]),
-        max(1, int(row.get("ranks", 1))),
-    )
+    return parsed(text, where, RollbackRecord, "remove it to go on at the newest snapshot")

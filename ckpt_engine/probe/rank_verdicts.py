@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
-from pydantic import TypeAdapter
+import msgspec
 
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.probe.repeated_steps import CAUSES
@@ -47,7 +47,7 @@ def joined(ranks: Ranks, resumed: int, *, last: bool) -> Replay | None:
     if not last and int(ranks.store.get(key) or 0) < ranks.size:
         return None
     texts = [ranks.store.get(f"{key}/{rank}") for rank in range(ranks.size)]
-    found = [TypeAdapter(Replay).validate_json(text) if text else _MISSING for text in texts]
+    found = [msgspec.json.decode(text, type=Replay) if text else _MISSING for text in texts]
     differ = [(one.first.step, list(CAUSES).index(one.first.what), rank) for rank, one in enumerate(found) if one.first]
     unproved = [rank for rank, one in enumerate(found) if one.result != "exact"]
     if not unproved:

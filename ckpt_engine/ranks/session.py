@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -103,18 +103,19 @@ class Session:
         root, everybody = self.root, (tuple(range(self.ranks.size)),)
         if root is None or self.ranks.size == 1:
             return everybody
-        lit: list[Beacon] = []
+        lit = ExitStack()
 
         def light() -> str:
             try:
-                lit.append(Beacon(root, make=make))
+                beacon = Beacon(root, make=make)
             except OSError as err:
                 if make:
                     raise translated(err, "leave a file in", root.root) from err
                 return ""  # not there, or only to be read: what other machines have of it they lend
-            return lit[0].name
+            lit.callback(beacon.put_out)
+            return beacon.name
 
-        try:
+        with lit:
             beacon = self.agree(light, START_SECONDS)
 
             def look() -> list[Any]:
@@ -122,9 +123,6 @@ class Session:
                 return [found, self.ranks.node, "" if found else record_in(root)]
 
             places, record = self.meet(look, _divided)
-        finally:
-            for one in lit:
-                one.put_out()
         found = tuple(tuple(place) for place in places)
         if beacon:
             self._places, self._record = found, record

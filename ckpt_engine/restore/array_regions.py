@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -132,14 +132,13 @@ def _read_part(sources: Sources, manifest: Manifest, one: _Wanted) -> None:
     one.place(address_of(memoryview(data)), len(data), one.first)
 
 
+@dataclass(eq=False)
 class _Scatter(StagingBuffer):
     """Copies what is needed of pieces to all regions that overlap them."""
 
     is_host = True
-
-    def __init__(self, wanted: Mapping[tuple[str, int], _Wanted]) -> None:
-        self._wanted = wanted
-        self._own = threading.local()
+    _wanted: Mapping[tuple[str, int], _Wanted]
+    _own: threading.local = field(default_factory=threading.local)
 
     def room(self, nbytes: int, entry: str) -> int:  # noqa: ARG002
         kept: mmap.mmap | None = getattr(self._own, "kept", None)

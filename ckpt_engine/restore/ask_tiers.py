@@ -43,6 +43,7 @@ AT_WORK = 4
 """Threads beside those that read from a storage."""
 _LOOK_SECONDS = 0.1
 """For a place that is not watched for signs."""
+_SAY = partial(announce, LOG)
 
 T = TypeVar("T")
 FindPlaces = Callable[[], Sequence[Repository]]
@@ -80,10 +81,6 @@ def at_most(_: Sequence[TierReply[T]]) -> float:
     return ANSWER_SECONDS
 
 
-def _say(line: str) -> None:
-    announce(LOG, line)
-
-
 class ListedOnce(Repository):
     """A place for one who chooses a snapshot and then loads it: its listing is as it was when it was first asked."""
 
@@ -99,7 +96,7 @@ def ask(
     places: Sequence[Repository],
     question: Callable[[Repository], T],
     patience: WaitPolicy[T] = until_one_answers,
-    say: Callable[[str], object] = _say,
+    say: Callable[[str], object] = _SAY,
     *,
     silence: float = math.inf,
 ) -> list[TierReply[T]]:

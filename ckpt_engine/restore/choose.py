@@ -384,17 +384,22 @@ def notes_about(
         for one in search.rejected
         if one.snapshot == candidate.info.id
     )
-    yield from _notes_of_repairs(repairs)
+    yield from _notes_of_repairs(repairs, next(one.storage.url for one in where if one.storage.url != URL))
 
 
-def _notes_of_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
+def _notes_of_repairs(repairs: Sequence[Repair], nearest: str) -> Iterator[str]:
     """Tensors by name, and what came in thousands of requests from another place as one sum."""
     named = [repair for repair in repairs if repair.entry is not None]
     yield from map(str, named[:MAX_TOLD])
     if len(named) > MAX_TOLD:
         yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
     for bad, good in dict.fromkeys((one.bad, one.good) for one in repairs if one.bad != URL):
-        yield f"mend that copy when the run has ended: `ckpt repair {units.place(bad)} --from {units.place(good)}`"
+        mends = (
+            "the next snapshot of this run mends that copy; if none is taken, run"
+            if bad == nearest
+            else "mend that copy when the run has ended"
+        )
+        yield f"{mends} `ckpt repair {units.place(bad)} --from {units.place(good)}`"
     sums: dict[tuple[str, str, str], Repair] = {}
     for repair in repairs:
         if repair.entry is None:

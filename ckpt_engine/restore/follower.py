@@ -214,7 +214,7 @@ class _Follower:
         rows: Sequence[Attempt] = ()
         for place in self._places:
             with suppress(CkptError):
-                rows = rows or read_attempts(place.storage).rows
+                rows = rows or read_attempts(place.storage).attempts
         return bool(rows) and rows[-1].end == CLOSED and self._reason != _STOPPED
 
     def _failed(self, error: CkptError) -> None:

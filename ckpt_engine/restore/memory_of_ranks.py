@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
+
+import msgspec
 
 from ckpt_engine.errors import (
     CkptError,
@@ -61,9 +63,8 @@ def attach_together(
     found: list[ShareSource] = []
 
     def look() -> dict[str, Any]:
-        for writer in range(ranks.size):
-            source = _source(root_url, writer, ranks.node, session.replicates, deadline)
-            found.extend([source] if source is not None else [])
+        sources = (_source(root_url, writer, ranks.node, session.replicates, deadline) for writer in range(ranks.size))
+        found.extend(filter(None, sources))
         return {"node": ranks.node, "sources": [asdict(source) for source in found]}
 
     def agree(said: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def attach_together(
     said = session.meet(look, agree)
     if said["plan"] is None:
         return None, False
-    wanted = SharePlan.from_json(said["plan"])
+    wanted = msgspec.convert(said["plan"], SharePlan)
     if wanted.missing:
         lost = Partial(tuple(wanted.missing), ranks.size)
         warn(f"{wanted.snapshot}: the shares of {lost} are no longer in any machine's memory")
@@ -111,14 +112,10 @@ def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float
     if reply is None or reply.body.get("node") != node:
         return None
     try:
-        body = reply.body
-        held = [str(one) for one in body["held"]]
-        host, port = (str(body.get("host", "")), int(body.get("port", 0))) if serves else ("", 0)
-        group = [int(rank) for rank in body.get("group", ())]
-        parity = [str(one) for one in body.get("parity", ())]
-        return ShareSource(writer, held, host, port, str(body.get("secret", "")) if port else "", group, parity)
-    except (LookupError, TypeError, ValueError, AttributeError):
+        source = msgspec.convert({**reply.body, "writer": writer}, ShareSource)
+    except msgspec.ValidationError:
         return None
+    return source if serves else replace(source, host="", port=0, secret="")
 
 
 def _assembled(
@@ -242,13 +239,6 @@ class SharePlan:
     parity: Mapping[str, ShareSource]
     missing: Sequence[int]
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict`."""
-        remote = {rank: ShareSource(**source) for rank, source in data["remote"].items()}
-        parity = {rank: ShareSource(**source) for rank, source in data["parity"].items()}
-        return cls(data["snapshot"], remote, data["lost"], parity, data["missing"])
-
 
 def plan_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> SharePlan | None:
     """The newest snapshot of which every rank gets all shares: from its own machine, from one that serves others, or
@@ -318,7 +308,8 @@ def rebuild_share(
             parity = parity_of(keeper)
             try:
                 if share is None:
-                    share = PeerShare.of(next(one for one in parity.body["shares"] if one["rank"] == lost))
+                    row = next(one for one in parity.body["shares"] if one["rank"] == lost)
+                    share = msgspec.convert(row, PeerShare)
                     if not images:
                         return _as_given(share, os.dup(parity.fds[0]))  # whole, and compared when it came
                     fd, out = own_memory(share.nbytes, beside)

@@ -11,7 +11,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -33,34 +33,34 @@ from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, Rea
 from ckpt_engine.undo import on_failure
 
 
+@dataclass(eq=False)
 class JointTiers:
     """The places of a run as all ranks together have them: with one root for all those of one rank. A context manager.
 
     Every rank enters it, in the same order. A rank that leaves it lends nothing any more.
 
     Args:
-        where: the places as this rank alone sees them.
+        _where: the places as this rank alone sees them.
 
     Raises:
         WaitTimeoutError, RanksError: rank 0 is not there.
     """
 
-    def __init__(self, session: Session, where: FindPlaces) -> None:
-        self._session = session
-        self._where = where
-        self._lender: FolderServer | None = None
-        self._borrowers: list[FolderClient | None] = []
-        self._spread: JointStorage | None = None
-        self._nearest: Repository | None = None
-        self._sizes: dict[str, dict[int, dict[str, int]]] = {}
-        """Where this rank chooses, of snapshots that were looked at: the data files that each place has."""
-        self._roots: RanksByRoot = ()
-        self._offers: dict[str, list[int]] = defaultdict(list)
-        """There, too: the places that have each snapshot, by their numbers; so are the next two."""
-        self._silent: dict[str, str] = {}
-        """Why places do not answer, by URL."""
-        self._since: dict[int, float] = {}
-        """When the places began to have a run."""
+    _session: Session
+    _where: FindPlaces
+    _lender: FolderServer | None = None
+    _borrowers: list[FolderClient | None] = field(default_factory=list)
+    _spread: JointStorage | None = None
+    _nearest: Repository | None = None
+    _sizes: dict[str, dict[int, dict[str, int]]] = field(default_factory=dict)
+    """Where this rank chooses, of snapshots that were looked at: the data files that each place has."""
+    _roots: RanksByRoot = ()
+    _offers: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """There, too: the places that have each snapshot, by their numbers; so are the next two."""
+    _silent: dict[str, str] = field(default_factory=dict)
+    """Why places do not answer, by URL."""
+    _since: dict[int, float] = field(default_factory=dict)
+    """When the places began to have a run."""
 
     def __enter__(self) -> Self:
         roots, own = self._session.places(), self._session.root

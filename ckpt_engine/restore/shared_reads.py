@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ckpt_engine.data.walk import leaves
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.restore.ask_tiers import FindPlaces
@@ -114,7 +115,7 @@ class Sharing:
         self._where = where
         self._seat: Seat | None = None
         self._shared: dict[str, NodeStorage] = {}
-        self._wanted = alike and not is_divided(into)
+        self._wanted = alike and not any(map(is_sharded, leaves(into)))
 
     def __enter__(self) -> Self:
         try:
@@ -150,14 +151,6 @@ class Sharing:
                 nodes.far = self._shared[url]
             found.append(Repository(self._shared[url]) if nodes is None else place)
         return found
-
-
-def is_divided(state: Any) -> bool:
-    """Whether there is a DTensor in a state."""
-    if is_sharded(state):
-        return True
-    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
-    return any(is_divided(child) for child in children)
 
 
 def _is_far(storage: Storage) -> bool:

@@ -10,10 +10,9 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
@@ -62,6 +61,8 @@ class SharedSlot:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.is_cold = True
         """Not every page is there and mapped: see `SlotMemory`."""
+        self.users = 0
+        """Those who need what it holds; see `Slots`."""
         self._closed = False
         self._bound: _Bound | None = None
         self.pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
@@ -148,6 +149,7 @@ PREFAULT_TIMEOUT_SECONDS = 600.0
 _LOWEST_PRIORITY = 19
 
 
+@dataclass(eq=False)
 class Slots:
     """The arena's slots, `count` at most in use at once. Training thread only, except for the background warm-up.
 
@@ -159,19 +161,17 @@ class Slots:
         runtime: of the devices that copy into them; for a plan with device tensors, slots are page-locked.
     """
 
-    def __init__(self, count: int, runtime: Cuda = CUDA) -> None:
-        self.count = count
-        self._runtime = runtime
-        self.pin_problem: str | None = None
-        """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
-        self._free: list[SharedSlot] = []
-        self._busy: dict[int, SharedSlot] = {}
-        self._uses: Counter[int] = Counter()
-        self._next = 0
-        self._warm_up: _WarmUp | None = None
-        self._touched_seconds = 0.0
-        self._mapping: dict[int, threading.Thread] = {}
-        """Threads that map the pages of slots that were filled while they were cold."""
+    count: int
+    _runtime: Cuda = CUDA
+    pin_problem: str | None = field(default=None, init=False)
+    """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
+    _free: list[SharedSlot] = field(default_factory=list, init=False)
+    _busy: dict[int, SharedSlot] = field(default_factory=dict, init=False)
+    _next: int = field(default=0, init=False)
+    _warm_up: _WarmUp | None = field(default=None, init=False)
+    _touched_seconds: float = field(default=0.0, init=False)
+    _mapping: dict[int, threading.Thread] = field(default_factory=dict, init=False)
+    """Threads that map the pages of slots that were filled while they were cold."""
 
     def take(self, plan: StatePlan) -> SharedSlot | None:
         """A slot that holds `plan`; None while all are in use. It is cold where it is the first use of that slot.
@@ -194,7 +194,7 @@ class Slots:
                 slot.prefault()
             self.pin_problem = slot.pinned.pin(plan.devices[0]) or self.pin_problem
         self._busy[slot.index] = slot
-        self._uses[slot.index] = 1
+        slot.users = 1
         return slot
 
     def _made_now(self, plan: StatePlan) -> SharedSlot | None:
@@ -221,16 +221,15 @@ class Slots:
     def retain(self, index: int) -> None:
         """One more needs the content of a slot that was taken."""
         if index in self._busy:
-            self._uses[index] += 1
+            self._busy[index].users += 1
 
     def release(self, index: int) -> None:
         """One of those who need the slot's content needs it no longer."""
-        if index not in self._busy:
+        if (slot := self._busy.get(index)) is None:
             return
-        self._uses[index] -= 1
-        if self._uses[index] == 0:
-            del self._uses[index]
-            slot = self._busy.pop(index)
+        slot.users -= 1
+        if slot.users == 0:
+            del self._busy[index]
             self._free.insert(0, slot)
             if slot.is_cold and index not in self._mapping:
                 self._mapping[index] = threading.Thread(target=self._map, args=(slot,), name="ckpt-map", daemon=True)
@@ -242,7 +241,6 @@ class Slots:
     def discard(self, index: int) -> None:
         """The slot is not used again; what else has its memory keeps it."""
         slot = self._busy.pop(index, None)
-        self._uses.pop(index, None)
         if slot is not None:
             slot.close()
 
@@ -293,7 +291,6 @@ class Slots:
         for thread in self._mapping.values():  # one that lets go of a slot while the interpreter ends would abort it
             thread.join(PREFAULT_TIMEOUT_SECONDS)
         self._free, self._busy, self._warm_up = [], {}, None
-        self._uses.clear()
 
     def limit(self, count: int) -> None:
         """Use at most so many from now on; those that are no longer wanted go when they are free."""
@@ -342,8 +339,8 @@ class _WarmUp:
         """Those that `take_done` and `give` have not handed out."""
         self.devices = devices
         self.cpu_seconds = 0.0
-        self._done: list[SharedSlot] = []
         self._made: list[SharedSlot] = []
+        """Those of them that are ready."""
         self._lock = threading.Lock()
         self.stopped = False
         """Its threads end as soon as they see it."""
@@ -354,14 +351,13 @@ class _WarmUp:
 
     @property
     def finished(self) -> bool:
-        return not self._thread.is_alive() and not self._done
+        return not self._thread.is_alive() and not self._made
 
     def take_done(self) -> list[SharedSlot]:
         with self._lock:
-            done, self._done = self._done, []
-            for slot in done:
-                self.slots.remove(slot)
-        return done
+            made, self._made = self._made, []
+            self.slots = [one for one in self.slots if one not in made]
+        return made
 
     def give(self) -> SharedSlot | None:
         """One that is not ready, for a snapshot that is taken now: it is not touched any more."""
@@ -389,7 +385,6 @@ class _WarmUp:
         with self._lock:
             if slot in self.slots and slot not in self._made:
                 self._made.append(slot)
-                self._done.append(slot)
 
     def stop(self) -> None:
         self.stopped = True

@@ -258,6 +258,7 @@ class TornCopyError(StateError):
     """What is copied behind training was changed before it was copied."""
 
 
+@dataclass(eq=False)
 class Flight:
     """Copies of one snapshot that are on their way.
 
@@ -275,19 +276,18 @@ class Flight:
         ends: when everything queued has been done.
     """
 
-    def __init__(self, runtime: Cuda, load: Load, on_complete: Callable[[], None]) -> None:
-        self.complete = threading.Event()
-        self.error: BaseException | None = None
-        self.torn: TornCopyError | None = None
-        self.queued = threading.Event()
-        self.read: dict[torch.device, Any] = {}
-        self.ends: list[Any] = []
-        self.summed: Sequence[_Lane] = ()
-        """What was lazy; its sums are those of the instant."""
-        self._runtime = runtime
-        self._on_complete = on_complete
-        # Freed memory would be used again, under the copy: these stay, also where a tensor is freed meanwhile.
-        self.load: Load = load
+    _runtime: Cuda
+    # Freed memory would be used again, under the copy: these stay, also where a tensor is freed meanwhile.
+    load: Load
+    _on_complete: Callable[[], None]
+    complete: threading.Event = field(default_factory=threading.Event, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    torn: TornCopyError | None = field(default=None, init=False)
+    queued: threading.Event = field(default_factory=threading.Event, init=False)
+    read: dict[torch.device, Any] = field(default_factory=dict, init=False)
+    ends: list[Any] = field(default_factory=list, init=False)
+    summed: Sequence[_Lane] = field(default=(), init=False)
+    """What was lazy; its sums are those of the instant."""
 
     def fence(self) -> None:
         """What the calling thread queues from now on waits, on the device, until the lazy tensors have been read.
@@ -381,19 +381,19 @@ class _Lane:
     adders: Sequence[tuple[Any, Sequence[_Step]]] = ()
 
 
+@dataclass(eq=False)
 class DeviceCopies:
     """The streams, buffers and the watching thread of one Checkpointer; nothing of it exists before it is needed.
 
     All methods belong to the training thread.
     """
 
-    def __init__(self, runtime: Cuda = CUDA) -> None:
-        self.runtime = runtime
-        self._lanes: dict[torch.device, _Lane] = {}
-        self._active: list[torch.device] = []
-        self._key: object = None
-        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    runtime: Cuda = CUDA
+    _lanes: dict[torch.device, _Lane] = field(default_factory=dict, init=False)
+    _active: list[torch.device] = field(default_factory=list, init=False)
+    _key: object = field(default=None, init=False)
+    _flights: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self, plan: object, flight: Flight) -> None:
         """Queue the copies of one instant.

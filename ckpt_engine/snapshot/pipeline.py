@@ -99,7 +99,6 @@ class Pipeline:
         self._torn = False
         """A lazy copy was torn: from then on everything is copied before training continues."""
         self._writer: Handover | None = None
-        self._starting: Coming | None = None
         self._staging: Staging | None = None
         self._jobs = 0
         self._in_flight = InFlight(self.slots, self._newest, emit, tier, self._next_writer if session is None else None)
@@ -124,33 +123,19 @@ class Pipeline:
         if self._writer is not None:
             return
         self.pulse = self.pulse or HeartbeatPage()
-        if self._starting is None:
-            self._group.reopens()
-        if self._lost:
-            self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
-            return
+        self._group.reopens()
         if not self.snapshot_bytes:
             self._fit(0)
-        if self.behind and self._starting is None:
-            self._starting = Coming(self._open_writer, self.memory)
-            self._starting.wait(BEHIND_SECONDS)
-        if self._starting is None and not waits:
-            self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
-        elif not self._still_starting:
-            self._adopt()
-
-    def _adopt(self) -> None:
-        """Take the writer that has started, or start one."""
-        starting, self._starting, self.behind = self._starting, None, False
-        if starting is None:
-            client = self._open_writer(self.memory, self._emit)
-        else:
-            client = starting.result()
-            for event in starting.events:
-                self._emit(event)
-        self._writer = Handover(client, self._arrived)
+        if waits and not (self._lost or self.behind):
+            self._writer = Handover(self._open_writer(self.memory, self._emit), self._arrived)
+            return
+        self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
+        if self.behind:
+            self._writer.wait(BEHIND_SECONDS)
+            self.poll()
 
     def _arrived(self, client: WriterClient) -> None:
+        self.behind = False
         if self.memory:
             self.memory = outlives_the_trainer(client, self._emit)
         assert self.pulse is not None
@@ -172,11 +157,12 @@ class Pipeline:
     @property
     def started(self) -> bool:
         """Whether there is a writer, or one is being started."""
-        return self._writer is not None or self._starting is not None
+        return self._writer is not None
 
     @property
-    def _still_starting(self) -> bool:
-        return self._starting is not None and not self._starting.done()
+    def _waits_behind(self) -> bool:
+        """Whether the writer that is being started waits for another one to end."""
+        return self.behind and self.started
 
     def spend(self, times: RunTimes) -> None:
         """Let the writer know what the time of this process went into, now."""
@@ -194,7 +180,7 @@ class Pipeline:
     def ready(self, durable: bool = True, cold: bool = False) -> bool:
         """See `Engine.ready`."""
         self.poll()
-        if self._still_starting or (self._staging is not None and not self._staging.over):
+        if self._waits_behind or (self._staging is not None and not self._staging.over):
             return False
         return (self._writer_has_time() if durable else self._group.keeps_up) and self.slots.ready(cold)
 
@@ -226,7 +212,7 @@ class Pipeline:
         # The first writer of a run starts while the first snapshot is copied.
         copies_first = not (self.started or self._lost or self.memory or capture.plan.devices or self.lineage.parent)
         self.start(waits=not copies_first)
-        if self._writer is None:
+        if self._waits_behind:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
         if self.pulse is not None:
@@ -259,7 +245,7 @@ class Pipeline:
                 self._in_flight.drop(self._jobs)
                 self.slots.discard(slot.index)
             raise
-        if copies_first:
+        if copies_first and self._writer is not None:
             if (refused := self._writer.refusal(self._emit)) is not None:
                 self._writer = None
                 self._in_flight.drop(self._jobs)
@@ -347,6 +333,9 @@ class Pipeline:
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
         writer = self._writer
+        if self.behind and writer is not None and writer.wait(0.0) and (refused := writer.refusal(self._emit)):
+            self._writer, self.behind = None, False
+            raise refused
         client = writer.client if writer is not None else None
         waits = self._in_flight.unsent or self._newest.unsettled
         if not (waits or (writer is not None and (client is None or client.news))):
@@ -397,7 +386,7 @@ class Pipeline:
         if nbytes:
             self.slots.limit(fit.slots)
         self.process &= fit.process
-        if self._writer is not None and (self.memory != fit.memory or not fit.process):
+        if self._writer is not None and not self._waits_behind and (self.memory != fit.memory or not fit.process):
             # It would go on keeping a slot for a rescue: another one takes its place.
             if not self._writer.close(CLOSE_SECONDS):
                 self.before_update()
@@ -428,12 +417,7 @@ class Pipeline:
         self.before_update()
         if not self._hand_over(timeout):
             return False
-        if self._starting is not None:
-            self._starting.wait(timeout)
-            if self._still_starting:
-                return False
-            self._adopt()
-        return self._wait(lambda: not self._in_flight, timeout, hurries)
+        return self._wait(lambda: not (self._in_flight or self._waits_behind), timeout, hurries)
 
     def close(self, timeout: float, *, hurries: Callable[[bool], bool] = never, **how: Any) -> None:
         """Finish what is in flight, stop the writer (see `WriterClient.close`), free the arena.
@@ -444,7 +428,7 @@ class Pipeline:
         began = time.monotonic()
         self.groups.close()
         with said_if_slow(partial(self._waited_for, timeout)):
-            drained = self._drain(timeout, hurries) if self._in_flight or self._staging or self._starting else True
+            drained = self._drain(timeout, hurries) if self._in_flight or self._staging or self._waits_behind else True
             self._copier.close(max(timeout, _CHUNK_SECONDS))
             self._in_flight.ends = True
             if self._writer is not None:

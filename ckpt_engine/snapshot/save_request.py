@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -28,6 +28,9 @@ from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.arguments import seconds
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.names import parse_id, seq_of
+
+if TYPE_CHECKING:
+    from ckpt_engine.snapshot.pipeline import Pipeline
 
 WAIT_SECONDS = 3600.0
 """Of waits without a timeout of their own: forever, unless the engine has a fault."""
@@ -82,16 +85,6 @@ class Request:
         )
 
 
-class SaveOutcomes(Protocol):
-    """Where a handle learns what became of its snapshot; see `Pipeline`."""
-
-    def poll(self) -> None:
-        """Take in what the writer has said."""
-
-    def wait_for(self, handle: SaveHandle, timeout: float) -> bool:
-        """Wait until the snapshot of a handle is settled, at most `timeout` seconds; whether it is."""
-
-
 class SaveHandle:
     """One `save`. Training thread only.
 
@@ -111,7 +104,7 @@ class SaveHandle:
         ...     print(handle.wait(timeout=60))  # its id
     """
 
-    def __init__(self, pipeline: SaveOutcomes, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
         self._pipeline = pipeline
         self.step = step
         self.stall_seconds = 0.0
@@ -211,6 +204,7 @@ class OwnSnapshots:
         return None
 
 
+@dataclass(eq=False)
 class SharedSnapshots(OwnSnapshots):
     """The snapshots that several ranks take together, as one of them counts and knows them. Training thread only.
 
@@ -222,16 +216,15 @@ class SharedSnapshots(OwnSnapshots):
         cancel: tells the others that this rank has no part in a snapshot, and why.
     """
 
-    def __init__(self, session: Session, cancel: Callable[[str, str], None]) -> None:
-        self._session = session
-        self._cancel = cancel
-        self._taking = False
-        self._waits_for: int | None = None
-        self._since = 0.0
-        self._took: str | None = None
-        self._newest: str | None = None
-        self._unsure: deque[str] = deque(maxlen=_ASKED)
-        self._left: deque[str] = deque()
+    _session: Session
+    _cancel: Callable[[str, str], None]
+    _taking: bool = field(default=False, init=False)
+    _waits_for: int | None = field(default=None, init=False)
+    _since: float = field(default=0.0, init=False)
+    _took: str | None = field(default=None, init=False)
+    _newest: str | None = field(default=None, init=False)
+    _unsure: deque[str] = field(default_factory=partial(deque, maxlen=_ASKED), init=False)
+    _left: deque[str] = field(default_factory=deque, init=False)
 
     def take(self, wanted: Request, parent: str | None, start: Callable[[], object], save: Save) -> SaveHandle:
         """Give it the id that all ranks do. Whatever fails in `save`: all ranks go on counting alike."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,6 @@ from ckpt_engine.state.layout import CapturedState
 
 _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3
-_IDLE_SECONDS = 5.0
 
 
 class Staging:
@@ -191,37 +191,26 @@ class Copier:
         self.devices = devices or DeviceCopies()
         cores = len(os.sched_getaffinity(0))
         self._count = max(1, min(_MAX_HELPERS, cores - 1)) if helpers is None else helpers
-        self._current: Staging | None = None
-        self._turn = 0
-        self._not_begun = 0
-        """Threads that have not looked at the current staging yet."""
-        self._wake = threading.Condition()
-        self._closed = False
+        self._work: queue.SimpleQueue[Staging | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def submit(self, staging: Staging) -> None:
         """Start helping; returns at once."""
-        with self._wake:
-            if not self._threads:
-                for index in range(self._count):
-                    thread = threading.Thread(target=self._run, name=f"ckpt-stage-{index}", daemon=True)
-                    thread.start()
-                    self._threads.append(thread)
-            self._current = staging
-            self._turn += 1
-            self._not_begun = self._count
-            self._wake.notify_all()
+        for index in range(len(self._threads), self._count):
+            thread = threading.Thread(target=self._run, name=f"ckpt-stage-{index}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        for _ in self._threads:
+            self._work.put(staging)
 
     def close(self, timeout: float) -> None:
-        """Stop after the chunk being copied.
+        """Stop after what is being copied.
 
         Raises:
             WaitTimeoutError: a thread did not stop.
         """
-        with self._wake:
-            self._closed = True
-            self._current = None
-            self._wake.notify_all()
+        for _ in self._threads:
+            self._work.put(None)
         deadline = time.monotonic() + timeout
         self.devices.close(timeout)
         for thread in self._threads:
@@ -230,18 +219,7 @@ class Copier:
                 raise WaitTimeoutError(f"a staging thread did not stop within {timeout:.0f} s")
 
     def _run(self) -> None:
-        seen = 0
-        while True:
-            with self._wake:
-                while self._turn == seen and not self._closed:
-                    self._wake.wait(_IDLE_SECONDS)
-                if self._closed:
-                    return
-                seen, staging = self._turn, self._current
-                self._not_begun -= 1
-                if self._not_begun == 0:
-                    # The tensors of a snapshot are not kept alive by threads that wait for the next one.
-                    self._current = None
-            while staging is not None and staging.host.run_some():
+        while (staging := self._work.get()) is not None:
+            while staging.host.run_some():
                 pass
-            del staging
+            del staging  # the tensors of a snapshot are not kept alive by threads that wait for the next one

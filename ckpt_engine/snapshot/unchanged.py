@@ -45,16 +45,16 @@ class Claims:
     tags: dict[int, _Tag] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Unchanged:
     """The tags of all slots of one run. `claim`, then `settle` once that snapshot is staged, in turn."""
 
-    def __init__(self) -> None:
-        self._held: dict[int, Mapping[int, _Tag]] = {}
-        """By slot the tags of what it holds in the current layout, by index of the source."""
-        self._last: dict[str, _Tag] = {}
-        self._changing: set[str] = set()
-        self._layout: Layout | None = None
-        self._large: Sequence[int] = ()
+    _held: dict[int, Mapping[int, _Tag]] = field(default_factory=dict, init=False)
+    """By slot the tags of what it holds in the current layout, by index of the source."""
+    _last: dict[str, _Tag] = field(default_factory=dict, init=False)
+    _changing: set[str] = field(default_factory=set, init=False)
+    _layout: Layout | None = field(default=None, init=False)
+    _large: Sequence[int] = field(default=(), init=False)
 
     def claim(self, slot: int, known: Sequence[int], capture: CapturedState) -> Claims:
         """What `slot` seems to hold already of an instant. Until `settle` it counts as holding nothing.

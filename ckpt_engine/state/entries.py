@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -241,11 +241,11 @@ def entry_name(path: TreePath) -> str:
     return "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
+@dataclass(eq=False)
 class Names:
     """Container names of leaf paths: keys joined by "/", "~" and "/" inside keys written as ~0 and ~1, unique."""
 
-    def __init__(self) -> None:
-        self._taken = {"__metadata__"}
+    _taken: set[str] = field(default_factory=lambda: {"__metadata__"})
 
     def unique(self, path: TreePath) -> str:
         base = entry_name(path) or "value"
@@ -303,20 +303,26 @@ def require_all(drafts: Sequence[EntrySource], ranks: Ranks | None) -> None:
         if leaf.shard is None:
             continue
         where = f"the DTensor at {show_path(leaf.path)}"
-        if ranks is not None and _is_own(draft):
-            raise StateError(
-                f"{where} is in a component of each rank's own", hint="take the component out of `own`: it is of all"
-            )
-        if ranks is None and len(leaf.shard.ranks) > 1:
-            raise StateError(
+        rows = (
+            (
+                ranks is not None and _is_own(draft),
+                f"{where} is in a component of each rank's own",
+                "take the component out of `own`: it is of all",
+            ),
+            (
+                ranks is None and len(leaf.shard.ranks) > 1,
                 f"{where} is divided over {len(leaf.shard.ranks)} ranks, and this checkpointer saves for one",
-                hint="make it on every rank with ranks=ProcessGroupRanks(), see docs/sharded.md",
-            )
-        if ranks is not None and leaf.shard.ranks != everyone:
-            raise StateError(
+                "make it on every rank with ranks=ProcessGroupRanks(), see docs/sharded.md",
+            ),
+            (
+                ranks is not None and leaf.shard.ranks != everyone,
                 f"the mesh of {where} has {len(leaf.shard.ranks)} of the {len(everyone)} ranks",
-                hint="divide it over a mesh of all ranks: meshes of some of them (pipeline stages) are not supported",
-            )
+                "divide it over a mesh of all ranks: meshes of some of them (pipeline stages) are not supported",
+            ),
+        )
+        for holds, why, hint in rows:
+            if holds:
+                raise StateError(why, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,17 +186,17 @@ def array_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return bytes_tensor(contiguous.tobytes())
 
 
+@dataclass(eq=False)
 class Flattener:
     """Flattens components of one run.
 
     Args:
-        pickle_paths: glob patterns over "/"-joined paths whose unknown objects are pickled (explicit opt-in).
+        _pickle_paths: glob patterns over "/"-joined paths whose unknown objects are pickled (explicit opt-in).
 
     Not thread safe: used on the training thread only.
     """
 
-    def __init__(self, pickle_paths: Sequence[str] = ()) -> None:
-        self._pickle_paths = tuple(pickle_paths)
+    _pickle_paths: Sequence[str] = ()
 
     def scan(self, node: Any, root: TreePath) -> Scan:
         """Flatten `node`.

@@ -103,18 +103,18 @@ def components_of(state: Any) -> dict[str, Any]:
     return {ROOT_KEY: state}
 
 
+@dataclass(eq=False)
 class Planner:
     """Captures states of one run, planning again only when something about their structure changed.
 
-    With a `session` of several ranks it plans the share of this rank.
+    With a session of several ranks it plans the share of this rank.
 
     Not thread safe: used on the training thread only.
     """
 
-    def __init__(self, flattener: Flattener, session: Session | None = None) -> None:
-        self._flattener = flattener
-        self._session = session
-        self._known: _Known | None = None
+    _flattener: Flattener
+    _session: Session | None = None
+    _known: _Known | None = None
 
     def capture(self, state: Any, lazy: LazyPredicate | None = None) -> CapturedState:
         """Flatten `state`; `lazy` is asked only when planning.

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -180,17 +181,17 @@ def names_of(parts: Parts) -> dict[str, Groups]:
     }
 
 
+@dataclass(eq=False)
 class StoredOrder:
     """The names as one array, which is the same object as long as the groups stay: a snapshot has it as it was before.
 
     Args:
-        parts: of the run.
+        _parts: of the run.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._ids: list[list[int]] = []
-        self._stored: torch.Tensor
+    _parts: Parts
+    _ids: list[list[int]] = field(default_factory=list)
+    _stored: torch.Tensor = field(init=False)
 
     def array(self) -> torch.Tensor:
         """For a snapshot; see `read_order`.

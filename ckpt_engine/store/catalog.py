@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ckpt_engine.errors import (
     CorruptError,
 )
@@ -69,7 +71,7 @@ def decode(data: bytes, run: str, listed: Mapping[str, ObjectInfo]) -> list[Cata
     if start != b'{"digest":"%s"' % digest(body).encode():
         raise CorruptError("the catalog is damaged")
     with json_checks.reading("the catalog contradicts the format"):
-        document = json_checks.loads(body)
+        document = msgspec.json.decode(body)
         if (document["format"], document["version"], document["run"]) != (FORMAT, VERSION, run):
             raise CorruptError("the catalog is of another run or version")
         return [card for row in document["snapshots"] if (card := _card(row, listed)) is not None]

@@ -19,10 +19,11 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import msgspec
 import xxhash
 
 from ckpt_engine.errors import CorruptError, ForeignError
-from ckpt_engine.store.json_checks import are_sizes, is_object, is_shape, loads, reading, require
+from ckpt_engine.store.json_checks import are_sizes, is_shape, reading, require
 
 T = TypeVar("T")
 
@@ -192,9 +193,8 @@ def parse_header(data: bytes) -> Header:
     if len(data) < end:
         raise CorruptError(f"the container's header ends at byte {end}, only {len(data)} bytes are there")
     with reading("the container's header is damaged"):
-        table = loads(bytes(data[8:end]))
-        metadata = table.pop("__metadata__", {})
-        require(is_object(metadata), "its metadata are no object")
+        table = msgspec.json.decode(data[8:end])
+        metadata = msgspec.convert(table.pop("__metadata__", {}), dict[str, Any])
         _require_seal(data[:end], metadata)
         rows = sorted(_row(name, row) for name, row in table.items())
     offset = 0

@@ -1,27 +1,21 @@
-"""Checks the fields of JSON that anybody may have written.
+"""Checks what types cannot say of JSON that anybody may have written.
 
 Functions raise ValueError, which `reading` turns into the error of a document, with its name.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isfinite, prod
-from typing import Any, NoReturn
+from math import prod
+from typing import Any
 
 from ckpt_engine.errors import CorruptError
+from ckpt_engine.observe.number_types import MOST
 
 _MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
 """What taking apart an unexpected document can raise."""
-MOST = 1 << 60
-"""No count of bytes or elements is larger."""
-LATEST_SECONDS = 253_000_000_000
-"""The year 9987: later times are no dates."""
 _MAX_DIMENSIONS = 64
-_HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @contextmanager
@@ -30,44 +24,14 @@ def reading(what: str, hint: str | None = None) -> Iterator[None]:
     try:
         yield
     except _MALFORMED as err:
-        why = str(err) if type(err) is ValueError else f"{type(err).__name__}: {err}"
+        why = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
         raise CorruptError(f"{what}: {why}", hint=hint) from err
-
-
-def loads(data: bytes) -> Any:
-    """A JSON document in which all texts are Unicode and all numbers are finite.
-
-    Raises:
-        ValueError: it is none.
-        RecursionError: it is nested without end.
-    """
-    document = json.loads(data.decode(), parse_constant=_refuse)
-    if _HALF_OF_A_PAIR.search(data):
-        # Half of a surrogate pair is a text to Python until it is printed or written.
-        json.dumps(document, ensure_ascii=False).encode()
-    return document
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def require(fits: bool, what: str) -> None:
     """Raises ValueError with `what` unless it `fits`."""
     if not fits:
         raise ValueError(what)
-
-
-def require_all(*claims: tuple[bool, str]) -> None:
-    """As `require` for each of these; all of them were made before the first one is looked at."""
-    for fits, what in claims:
-        if not fits:
-            raise ValueError(what)
-
-
-def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:
-    """Whether it is a whole number in a range."""
-    return type(value) is int and least <= value <= most
 
 
 def are_sizes(value: Any) -> bool:
@@ -84,16 +48,6 @@ def is_shape(value: Any) -> bool:
     return are_sizes(value) and len(value) <= _MAX_DIMENSIONS and prod(filter(None, value)) < MOST
 
 
-def is_number(value: Any, most: float = 1e300) -> bool:
-    """Whether it is a finite number, and no larger."""
-    return type(value) in (int, float) and abs(value) <= most and isfinite(value)
-
-
-def is_time(value: Any) -> bool:
-    """Whether it is a time as seconds since 1970."""
-    return is_number(value, LATEST_SECONDS) and value >= 0
-
-
 def is_shallow(value: Any, most: int) -> bool:
     """Whether dicts and lists are not nested deeper: what goes through them does so recursively."""
     level = [value]
@@ -107,8 +61,3 @@ def is_shallow(value: Any, most: int) -> bool:
         if not level:
             return True
     return False
-
-
-def is_object(value: Any) -> bool:
-    """Whether it is what a JSON object is decoded to."""
-    return isinstance(value, Mapping) and set(map(type, value)) <= {str}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from ckpt_engine.observe.clock import started_ticks
-from ckpt_engine.store.json_checks import is_time, is_whole, require
+from ckpt_engine.observe.number_types import Seconds, Size
 from ckpt_engine.store.sealed_json import parsed
 
 _COMMAND_CHARACTERS = 10_000
@@ -45,9 +45,9 @@ class Lease(AbstractContextManager["Lease"]):
 class LeaseHolder:
     """Who holds a lease: shown to those who are refused. `started` is wall-clock seconds, for display."""
 
-    pid: int
+    pid: Size
     host: str
-    started: float
+    started: Seconds
     command: str
 
     @classmethod
@@ -73,15 +73,7 @@ def parse_holder(text: bytes, where: str) -> LeaseHolder | None:
     """
     if not text.strip(b"{} \n"):
         return None
-
-    def made(row: dict[str, Any]) -> LeaseHolder:
-        row.pop("lease", None)
-        holder = LeaseHolder(**row)
-        require(is_whole(holder.pid) and is_time(holder.started), "no process, or no time")
-        require(type(holder.host) is str and type(holder.command) is str, "no host, or no command")
-        return holder
-
-    return parsed(text, where, made, "the next start writes it again")
+    return parsed(text, where, LeaseHolder, "the next start writes it again")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ckpt_engine.errors import PartialError
+from ckpt_engine.observe.number_types import MOST, Seconds, Size
 
 FORMAT = "ckpt-engine"
 RANKS = "ranks"
@@ -42,6 +45,10 @@ SLIMMED = "slimmed"
 """The key in its notes: `{"from": <id>, "without": [<component>, ...]}`."""
 RAW = "raw"
 """The codec of bytes as they are."""
+RankCount = Annotated[int, Meta(ge=1, le=1 << 24)]
+Step = Annotated[int, Meta(ge=0)]
+Metric = bool | Annotated[int, Meta(ge=-MOST, le=MOST)] | float
+"""Snapshots are written with floats; readers take what else is a number."""
 by_age: Callable[[SnapshotInfo], tuple[int, str]] = attrgetter("seq", "id")
 """Sorts snapshots from old to new."""
 _raw_nbytes: Callable[[Piece], int] = attrgetter("raw_nbytes")
@@ -51,8 +58,8 @@ _raw_nbytes: Callable[[Piece], int] = attrgetter("raw_nbytes")
 class Partial:
     """Whose shares of a snapshot are here, where nodes have roots of their own: `ranks`, in order, of `size` ranks."""
 
-    ranks: tuple[int, ...]
-    size: int
+    ranks: tuple[Size, ...]
+    size: RankCount
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
@@ -73,7 +80,7 @@ class Line:
     """
 
     attempt: str = ""
-    before: tuple[tuple[str, int], ...] = ()
+    before: tuple[tuple[str, Size], ...] = ()
 
     def has(self, info: SnapshotInfo) -> bool:
         """Whether a snapshot belongs to it."""
@@ -109,14 +116,14 @@ class SnapshotInfo:
 
     id: str
     seq: int
-    step: int
+    step: Step
     epoch: int | None
     reason: str
-    created: float
-    nbytes: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: Seconds
+    nbytes: Size
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     parent: str | None = None
-    components: Mapping[str, int] = field(default_factory=dict, repr=False)
+    components: Mapping[str, Size] = field(default_factory=dict, repr=False)
     partial: Partial | None = None
     line: Line = UNNAMED
 
@@ -140,11 +147,11 @@ class Piece:
             that its entry was written for last: names in data files do not say where it is.
     """
 
-    file: int
-    offset: int
-    nbytes: int
+    file: Size
+    offset: Size
+    nbytes: Size
     digest: str
-    raw_nbytes: int
+    raw_nbytes: Size
     codec: str = RAW
     base: str | None = None
     raw_digest: str | None = None
@@ -169,7 +176,7 @@ class Entry:
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     pieces: tuple[Piece, ...]
     container_dtype: str
 
@@ -209,7 +216,7 @@ class DataFile:
     """A data file named by a manifest: path relative to the run's root and its exact size."""
 
     name: str
-    nbytes: int
+    nbytes: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +239,9 @@ class Manifest:
     software: Mapping[str, str]
     files: tuple[DataFile, ...]
     entries: Mapping[str, Entry]
-    tree: Any
+    tree: Mapping[str, Any]
     notes: Mapping[str, Any] = field(default_factory=dict)
-    bases: Mapping[str, Mapping[str, Mapping[int, Piece]]] = field(default_factory=dict)
+    bases: Mapping[str, Mapping[str, Mapping[Size, Piece]]] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:

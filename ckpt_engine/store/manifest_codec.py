@@ -20,25 +20,22 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, starmap
+from dataclasses import asdict
+from itertools import chain
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any
+
+import msgspec
 
 from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError
 from ckpt_engine.store import container, json_checks, names, tree
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.json_checks import (
-    are_sizes,
-    is_number,
-    is_object,
     is_shallow,
     is_shape,
-    is_time,
-    is_whole,
     require,
-    require_all,
 )
 from ckpt_engine.store.manifest import (
     ALIAS_VERSION,
@@ -55,10 +52,9 @@ from ckpt_engine.store.manifest import (
     VERSION,
     DataFile,
     Entry,
-    Line,
     Manifest,
-    Partial,
     Piece,
+    RankCount,
     SnapshotInfo,
 )
 
@@ -77,10 +73,9 @@ MOST_SHARED = 4
 """Together the pieces, but for aliases, name at most so many times the bytes of the files."""
 MOST_UNUSED = 1 << 16
 """Files of ranks that have written nothing."""
-_MOST_RANKS = 1 << 24
+_LAST_STEP = 1 << 200
 _NAME = re.compile(r"[0-9A-Za-z_]{1,40}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
-_WHOLE, _TEXT = frozenset({int}), frozenset({str})
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -167,29 +162,21 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
     """
     body = _verified_body(data)
     with json_checks.reading("the manifest contradicts the format"):
-        document = json_checks.loads(body)
-        named = [(file["name"], file["nbytes"]) for file in document["files"]]
-        places = {name: number for number, name in enumerate(dict(named))}
-        require(len(set(named)) == len(places), "a data file has two sizes")
-        # Several ranks may have named the same one.
-        numbers = {number: places[name] for number, (name, _) in enumerate(named)}
-        manifest = Manifest(
-            info=info_from_json(document["info"]),
-            run=document["run"],
-            world=document["world"],
-            software=document["software"],
-            files=tuple(starmap(DataFile, dict(named).items())),
-            entries={name: _entry_from_json(entry, numbers) for name, entry in document["entries"].items()},
-            tree=document["tree"],
-            notes=document["notes"],
-            bases={
-                snapshot: {
-                    name: {row["start"]: _piece_from_json(row, numbers) for row in rows}
-                    for name, rows in entries.items()
-                }
-                for snapshot, entries in document.get("bases", {}).items()
-            },
-        )
+        document = msgspec.json.decode(body)
+        named = msgspec.convert(document["files"], list[DataFile])
+        files = tuple(dict.fromkeys(named))  # several ranks may have named the same one
+        places = {file.name: number for number, file in enumerate(files)}
+        require(len(files) == len(places), "a data file has two sizes")
+        numbers = {number: places[file.name] for number, file in enumerate(named)}
+        for row in _piece_rows(document):
+            row["file"] = numbers.get(row["file"], row["file"])
+            row.setdefault("raw_nbytes", row["nbytes"])
+        bases = {
+            snapshot: {name: {row["start"]: row for row in rows} for name, rows in entries.items()}
+            for snapshot, entries in document.get("bases", {}).items()
+        }
+        info = info_from_json(document["info"])
+        manifest = msgspec.convert({**document, "info": info, "files": files, "bases": bases}, Manifest)
         check(manifest, is_part=is_part)
     return manifest
 
@@ -215,6 +202,14 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
         return None
     with json_checks.reading("the manifest's head is damaged"):
         return info_from_json(info)
+
+
+def _piece_rows(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """All pieces of a manifest."""
+    for entry in document["entries"].values():
+        yield from entry["pieces"]
+    for entries in document.get("bases", {}).values():
+        yield from chain.from_iterable(entries.values())
 
 
 def _verified_body(data: bytes) -> bytes:
@@ -285,19 +280,8 @@ def info_to_json(info: SnapshotInfo) -> dict[str, Any]:
         "parent": info.parent,
         "components": dict(info.components),
         **({"partial": {"ranks": list(partial.ranks), "size": partial.size}} if partial is not None else {}),
-        **({"line": line_to_json(info.line)} if info.line != UNNAMED else {}),
+        **({"line": asdict(info.line)} if info.line != UNNAMED else {}),
     }
-
-
-def line_to_json(line: Line) -> dict[str, Any]:
-    """The `line` of a manifest's `info`."""
-    return {"attempt": line.attempt, "before": [list(one) for one in line.before]}
-
-
-def line_from_json(row: Mapping[str, Any]) -> Line:
-    """The inverse of `line_to_json`. Raises what an unexpected document raises."""
-    before = tuple((str(attempt), int(last)) for attempt, last in row["before"])
-    return Line(str(row["attempt"]), before)
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:
@@ -315,45 +299,17 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
 
 
 def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
-    """The inverse of `info_to_json`. Raises what an unexpected document raises."""
+    """The inverse of `info_to_json`. Raises what an unexpected document raises, with what is wrong."""
     metrics = {name: _NUMBERS[value] if isinstance(value, str) else value for name, value in row["metrics"].items()}
-    partial = row.get("partial")
-    return check_info(
-        SnapshotInfo(
-            id=row["id"],
-            seq=row["seq"],
-            step=row["step"],
-            epoch=row["epoch"],
-            reason=row["reason"],
-            created=row["created"],
-            nbytes=row["nbytes"],
-            metrics=metrics,
-            parent=row["parent"],
-            components=row["components"],
-            partial=Partial(tuple(partial["ranks"]), partial["size"]) if partial is not None else None,
-            line=line_from_json(row["line"]) if "line" in row else UNNAMED,
-        )
-    )
-
-
-def _entry_from_json(row: Mapping[str, Any], files: Mapping[int, int]) -> Entry:
-    pieces = tuple([_piece_from_json(piece, files) for piece in row["pieces"]])
-    return Entry(row["dtype"], tuple(row["shape"]), pieces, row["container_dtype"])
-
-
-def _piece_from_json(row: Mapping[str, Any], files: Mapping[int, int]) -> Piece:
-    return Piece(
-        files.get(row["file"], row["file"]),
-        row["offset"],
-        row["nbytes"],
-        row["digest"],
-        row.get("raw_nbytes", row["nbytes"]),
-        row.get("codec", RAW),
-        row.get("base"),
-        row.get("raw_digest"),
-        tuple(row.get("group", ())),
-        row.get("alias", False),
-    )
+    info = msgspec.convert({**row, "metrics": metrics}, SnapshotInfo)
+    parsed = names.parse_id(info.id)
+    require(parsed is not None and parsed.seq == info.seq, f"bad snapshot id {info.id!r:.80}")
+    require(info.step <= _LAST_STEP, f"bad step {info.step!r:.40}")
+    "".join((info.reason, info.parent or "", *info.metrics, *info.components)).encode()  # they are printed
+    if info.partial is not None:
+        ranks, size = info.partial.ranks, info.partial.size
+        require(0 < len(ranks) <= size and list(ranks) == sorted(set(ranks)) and ranks[-1] < size, "bad ranks")
+    return info
 
 
 def check(manifest: Manifest, *, is_part: bool) -> None:
@@ -366,20 +322,12 @@ def check(manifest: Manifest, *, is_part: bool) -> None:
         CorruptError, ValueError: says where.
     """
     info = manifest.info
-    require(type(manifest.run) is str, "'run' is no text")
-    parts = ("world", "software", "notes", "tree", "entries", "bases")
-    wrong = [what for what in parts if not is_object(getattr(manifest, what))]
-    require(not wrong, f"{' and '.join(map(repr, wrong))} is no object")
     beside = [manifest.world, manifest.software, manifest.notes]
     require(is_shallow(beside, tree.MAX_DEPTH + 1), f"something is nested deeper than {tree.MAX_DEPTH} levels")
-    size = manifest.world.get("size", 1)
-    require(is_whole(size, 1, _MOST_RANKS), "'size' of the world is none")
+    size = msgspec.convert(manifest.world.get("size", 1), RankCount)
     _check_pieces(manifest)
     for name, entry in manifest.entries.items():
         _check_entry(name, entry)
-    for level in manifest.bases.values():
-        for name, pieces in level.items():
-            require(all(is_whole(start) for start in pieces), f"bad base of {name!r:.80}")
     if size > 1 and RANKS in manifest.tree:
         own = manifest.tree[RANKS]
         require(
@@ -395,41 +343,6 @@ def check(manifest: Manifest, *, is_part: bool) -> None:
     tree.check(manifest.tree, None if is_part or info.partial is not None else manifest.entries)
 
 
-def check_info(info: SnapshotInfo) -> SnapshotInfo:
-    """The same, if it is one.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
-    parsed = names.parse_id(info.id) if type(info.id) is str else None
-    require_all(
-        (
-            parsed is not None and parsed.seq == info.seq and type(info.seq) is int,
-            f"bad snapshot id {info.id!r:.80}",
-        ),
-        (is_whole(info.step, most=1 << 200), f"bad step {info.step!r:.40}"),
-        (info.epoch is None or is_number(info.epoch), f"bad epoch {info.epoch!r:.40}"),
-        (type(info.reason) is str, "'reason' is no text"),
-        (is_time(info.created), f"bad time {info.created!r:.40}"),
-        (is_whole(info.nbytes), f"bad size {info.nbytes!r:.40}"),
-        (info.parent is None or type(info.parent) is str, "'parent' is no text"),
-        (is_object(info.metrics) and all(map(_is_metric, info.metrics.values())), "a metric is no number"),
-        (is_object(info.components) and are_sizes(list(info.components.values())), "a component has no size"),
-        (type(info.line.attempt) is str, "its attempt is no text"),
-        (are_sizes([last for _, last in info.line.before]), "bad earlier attempts"),
-    )
-    "".join((info.reason, info.parent or "", *info.metrics, *info.components)).encode()  # they are printed
-    if info.partial is not None:
-        ranks, size = info.partial.ranks, info.partial.size
-        require(is_whole(size, 1, _MOST_RANKS) and 0 < len(ranks) <= size, "bad number of ranks")
-        require(all(is_whole(rank, 0, size - 1) for rank in ranks) and list(ranks) == sorted(set(ranks)), "bad ranks")
-    return info
-
-
-def _is_metric(value: Any) -> bool:
-    return isinstance(value, float) or type(value) is bool or is_number(value)
-
-
 def _check_pieces(manifest: Manifest) -> None:
     sizes = [file.nbytes for file in manifest.files]
     named, used = 0, set[int]()
@@ -440,32 +353,23 @@ def _check_pieces(manifest: Manifest) -> None:
     unused = len(sizes) - len(used)
     require(unused <= min(manifest.world_size, MOST_UNUSED), f"no piece lies in {unused:,} of its {len(sizes):,} files")
     for file in manifest.files:
-        if type(file.name) is not str or names.data_owner(file.name) is None or not is_whole(file.nbytes):
-            raise ValueError(f"bad data file name {file.name!r:.80}, or size {file.nbytes!r:.40}")
+        require(names.data_owner(file.name) is not None, f"bad data file name {file.name!r:.80}")
     if named > MOST_SHARED * sum(sizes):
         raise CorruptError(f"its pieces name {named} bytes of files that have {sum(sizes)}")
 
 
 def _check_piece(name: str, piece: Piece, sizes: Sequence[int]) -> None:
-    numbers = (piece.file, piece.offset, piece.nbytes, piece.raw_nbytes)
-    if not set(map(type, numbers)) <= _WHOLE or min(numbers) < 0 or piece.file >= len(sizes):
-        raise ValueError(f"a piece of {name!r:.200} is nowhere")
-    if piece.offset + piece.nbytes > sizes[piece.file]:
+    if piece.file >= len(sizes) or piece.offset + piece.nbytes > sizes[piece.file]:
         raise ValueError(f"a piece of {name!r:.200} lies outside its file")
     if not 0 < piece.raw_nbytes <= PIECE_BYTES or not 0 < piece.nbytes <= piece.raw_nbytes + MOST_OVERHEAD_BYTES:
         raise ValueError(f"a piece of {name!r:.200} cannot have {piece.raw_nbytes} bytes, stored as {piece.nbytes}")
     if piece.codec == RAW and piece.raw_nbytes != piece.nbytes:
         raise ValueError(f"a piece of {name!r:.200} cannot have {piece.raw_nbytes} bytes")
-    texts = (piece.digest, piece.codec, piece.base or "", piece.raw_digest or "", *piece.group)
-    if not set(map(type, texts)) <= _TEXT or type(piece.alias) is not bool:
-        raise ValueError(f"a piece of {name!r:.200} has something of another type")
 
 
 def _check_entry(name: str, entry: Entry) -> None:
-    if not isinstance(entry.dtype, str) or not isinstance(entry.container_dtype, str) or not is_shape(entry.shape):
+    if _NAME.fullmatch(entry.dtype) is None or not is_shape(entry.shape):
         raise ValueError(f"{name!r:.200} has no dtype, or no shape")
-    if _NAME.fullmatch(entry.dtype) is None:
-        raise ValueError(f"{name!r:.200} has no dtype")
     nbytes, size = entry.nbytes, container.item_bytes(entry.dtype)
     if size is not None and nbytes != prod(entry.shape) * size:
         raise ValueError(f"{name!r:.200} has {nbytes} bytes, which is not what {entry.dtype} of its shape needs")

@@ -12,6 +12,7 @@ status.json                          what the writer of several tiers was doing 
 catalog.json                         what many manifests say: a cache
 rollback.json                        the last time that the run had to go back
 attempts.json                        who trained, how long, and how that ended
+scrub.json                           what `ckpt scrub` has verified, and when
 replay/<milliseconds>-<random>-r<rank>.rows   what each of the last steps of a process did
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
@@ -33,6 +34,7 @@ STATUS = "status.json"
 CATALOG = "catalog.json"
 ROLLBACK = "rollback.json"
 ATTEMPTS = "attempts.json"
+SCRUB = "scrub.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
@@ -208,6 +210,6 @@ def refuse_sealed(data: bytes) -> None:
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
-    return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK, ATTEMPTS) or any(
+    return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK, ATTEMPTS, SCRUB) or any(
         part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner, wanted_id, rows_rank)
     )

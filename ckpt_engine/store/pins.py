@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageExistsError, StorageMissingError
+from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.store import json_checks, manifest_codec, names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository, lacking
@@ -41,7 +44,7 @@ class Pin:
 
     id: str
     note: str
-    created: float
+    created: Seconds
 
     def __str__(self) -> str:
         return f"pinned: {self.note}" if self.note else "pinned"
@@ -168,8 +171,7 @@ def check(text: bytes, snapshot: str, where: str) -> None:
 def _pin(head: bytes, snapshot: str, where: str) -> Pin:
     row = unseal(head, where)
     with json_checks.reading(f"{where} is damaged"):
-        json_checks.require(type(row["note"]) is str and json_checks.is_time(row["created"]), "no note, or no time")
-        return Pin(snapshot, row["note"], float(row["created"]))
+        return msgspec.convert({**row, "id": snapshot}, Pin)
 
 
 def _missing(repository: Repository, snapshot: str) -> StorageMissingError:

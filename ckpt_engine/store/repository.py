@@ -13,6 +13,8 @@ from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import msgspec
+
 from ckpt_engine.errors import (
     CkptError,
     CorruptError,
@@ -23,6 +25,7 @@ from ckpt_engine.errors import (
     StorageExistsError,
     StorageMissingError,
 )
+from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
@@ -33,7 +36,6 @@ from ckpt_engine.store.storage.base import ObjectInfo, Storage
 READS_AT_ONCE = 16
 """Manifests read at once where it is latency that counts: anywhere but on a disk."""
 
-_NOTHING: Mapping[bytes, Manifest] = MappingProxyType({})
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
@@ -76,11 +78,13 @@ class RunRecord:
         run: which run lives here, as 32 hex digits.
         created: since when, in wall-clock seconds.
         fork: where it is forked, while that may not be complete; None: it is not.
+        protect_days: how long each snapshot stays, whatever retention says; see `protection`.
     """
 
     run: str
-    created: float
+    created: Seconds
     fork: ForkPoint | None = None
+    protect_days: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,10 @@ class Repository:
         damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
         recent: the manifests that were read or written last.
         alive: the snapshots of the last listing, and those committed since.
+        is_refusing: whether it was reported that this user may remove nothing there.
     """
+
+    is_refusing = False
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -170,10 +177,13 @@ class Repository:
                 self._record = RunRecord(run, time.time())
         return self._record
 
-    def create_if_absent(self) -> RunRecord:
+    def create_if_absent(self, protect_days: float | None = None) -> RunRecord:
         """The run record, written now if there is none, or if it is damaged, or if the snapshots are of another run.
 
         Call it holding the lease, before the first write.
+
+        Args:
+            protect_days: what the record has to say; None: what it says.
 
         Raises:
             ForeignError: a folder with other files; nothing is written to it.
@@ -184,6 +194,8 @@ class Repository:
             record = RunRecord(self.run_of_manifests() or os.urandom(16).hex(), time.time())
         else:
             record = self._agreeing(record)
+        if protect_days is not None:
+            record = replace(record, protect_days=protect_days)
         text = encode_record(record)
         if text != self._stored_record:
             self.storage.put(names.RECORD, [memoryview(text)], exclusive=False)
@@ -250,7 +262,9 @@ class Repository:
         """
         return self.read_text(snapshot)[0]
 
-    def read_text(self, snapshot: str, known: Mapping[bytes, Manifest] = _NOTHING) -> tuple[Manifest, bytes]:
+    def read_text(
+        self, snapshot: str, known: Mapping[bytes, Manifest] = MappingProxyType({})
+    ) -> tuple[Manifest, bytes]:
         """The same, and its bytes.
 
         Args:
@@ -306,6 +320,8 @@ class Repository:
         name = names.manifest_name(manifest.info.id)
         if names.manifest_id(name) is None:
             raise ValueError(f"not a snapshot id: {manifest.info.id!r}")
+        if (retain := self.storage.capabilities.retain) is not None:
+            retain([file.name for file in manifest.files])  # also what older snapshots have written
         self._forgotten.discard(manifest.info.id)
         self.storage.put(name, [memoryview(text)])
         self.remember(manifest)
@@ -325,11 +341,11 @@ class Repository:
     def forget(self, ids: Iterable[str]) -> None:
         """Remove manifests, durably: the snapshots no longer exist, their data becomes garbage. Needs the lease."""
         gone = tuple(ids)
+        self.storage.delete(*map(names.manifest_name, gone))
         for snapshot in gone:
             self.alive.discard(snapshot)
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
-        self.storage.delete(*map(names.manifest_name, gone))
         self._forgotten.update(gone)
 
     def data(self, in_flight: Container[str] = ()) -> Data:
@@ -535,7 +551,8 @@ def _require_id(info: SnapshotInfo, snapshot: str) -> None:
 def encode_record(record: RunRecord) -> bytes:
     """The bytes of a run's record."""
     fork = {} if record.fork is None else {"fork": asdict(record.fork)}
-    return seal({"format": FORMAT, "version": VERSION, "run": record.run, "created": record.created, **fork}) + b"\n"
+    more = {**fork, **({"protect_days": record.protect_days} if record.protect_days else {})}
+    return seal({"format": FORMAT, "version": VERSION, "run": record.run, "created": record.created, **more}) + b"\n"
 
 
 def parse_record(data: bytes, url: str) -> RunRecord:
@@ -560,10 +577,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 f"{where} has format version {row['version']}, this program reads up to {VERSION}",
                 hint="upgrade ckpt-engine",
             )
-        json_checks.require(
-            type(row["run"]) is str and json_checks.is_time(row["created"]), "it names no run, or no time"
-        )
-        return RunRecord(row["run"], float(row["created"]), fork_of({FORKED: row.get("fork")}))
+        return msgspec.convert({**row, "fork": fork_of({FORKED: row.get("fork")})}, RunRecord)
 
 
 def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:

@@ -42,7 +42,7 @@ def most_kept(policy: RetentionPolicy) -> tuple[int, bool]:
     """How many snapshots have to fit, and whether there are never more."""
     last, others = _counts(policy)
     # The oldest goes before the next is written where room is short; the newest never does.
-    return (2, False) if others is None else (max(2, last + others), True)
+    return (2, False) if others is None or Retention.of(policy).protect_days else (max(2, last + others), True)
 
 
 def _counts(policy: RetentionPolicy) -> tuple[int, int | None]:

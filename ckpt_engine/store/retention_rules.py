@@ -5,7 +5,7 @@ No rule asks a clock. Ages follow from the times in the snapshots themselves, so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -152,13 +152,9 @@ class Union:
         return reasons
 
 
-def rules_in(policy: RetentionPolicy) -> Iterator[RetentionPolicy]:
+def rules_in(policy: RetentionPolicy) -> tuple[RetentionPolicy, ...]:
     """The single rules that a policy unites."""
-    if isinstance(policy, Union):
-        for one in policy.policies:
-            yield from rules_in(one)
-    else:
-        yield policy
+    return policy.policies if isinstance(policy, Union) else (policy,)
 
 
 def _has_date(info: SnapshotInfo) -> bool:
@@ -171,14 +167,15 @@ def policy_from(keep: Mapping[str, Any]) -> RetentionPolicy:
     Args:
         keep: rules `last`, `every_n_steps`, `hourly`, `daily`, `weekly` (counts), `age` (seconds),
             `best` (`{"monitor": m, "mode": "min", "k": k}`); limits `quota` and `min_free` (bytes); `components`
-            (component → rules). Each is optional and may be None; no rule at all keeps every snapshot.
+            (component → rules); `protect_days`. Each is optional and may be None; no rule at all keeps every snapshot.
 
     Returns:
-        A rule, or a `Retention` where there are limits or components.
+        A rule, or a `Retention` where there is more than rules.
     """
     rule, limits = _rule_from(keep), ByteLimits(*map(keep.get, _LIMITS))
+    days = keep.get("protect_days") or 0
     components = {name: _rule_from(rules) for name, rules in (keep.get("components") or {}).items()}
-    return Retention(rule, limits, components) if components or limits != ByteLimits() else rule
+    return Retention(rule, limits, components, days) if components or days or limits != ByteLimits() else rule
 
 
 _RULES: Mapping[str, Callable[[Any], RetentionPolicy]] = {
@@ -207,11 +204,12 @@ class ByteLimits:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A rule, the limits that cut what it keeps, and rules for single components."""
+    """A rule, the limits that cut what it keeps, rules for single components, and the days in which nothing goes."""
 
     rule: RetentionPolicy
     limits: ByteLimits = ByteLimits()
     components: Mapping[str, RetentionPolicy] = field(default_factory=dict)
+    protect_days: float = 0.0
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
         """What `rule` keeps."""

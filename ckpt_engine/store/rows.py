@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import xxhash
 
 from ckpt_engine.errors import StorageError, StorageMissingError
-from ckpt_engine.store import json_checks, names
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store import names
+from ckpt_engine.store.storage.base import Storage, tidy
 
 ROW_BYTES = 512
 CHUNK_BYTES = 96
@@ -120,9 +121,13 @@ def files_of(storage: Storage, rank: int) -> list[str]:
 
 
 def forget_older(storage: Storage, name: str) -> None:
-    """Remove the rows of processes that are too old to be of use, of the rank of this object. Raises `StorageError`."""
+    """Remove the rows of processes that are too old to be of use, of the rank of this object, where that is allowed.
+
+    Raises:
+        StorageError: it could not be done.
+    """
     if (rank := names.rows_rank(name)) is not None:
-        storage.delete(*files_of(storage, rank)[:-KEPT_FILES])
+        tidy(storage, *files_of(storage, rank)[:-KEPT_FILES])
 
 
 def copy_rows(source: Storage, target: Storage, copied: dict[str, tuple[int, str]]) -> None:
@@ -159,7 +164,7 @@ def read_life(storage: Storage, name: str) -> ProcessRows | None:
     """What the object of this name has; None: nothing that can be used. Rows that are not whole are left out."""
     try:
         data = storage.get(name)
-        about = json_checks.loads(data[:ROW_BYTES])
+        about = msgspec.json.decode(data[:ROW_BYTES])
     except (StorageMissingError, ValueError, RecursionError):
         return None
     starts = range(ROW_BYTES, len(data) - ROW_BYTES + 1, ROW_BYTES)

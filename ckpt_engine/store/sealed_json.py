@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError, StorageMissingError
 from ckpt_engine.store.container import ALGORITHM, T, digest
-from ckpt_engine.store.json_checks import loads, reading
+from ckpt_engine.store.json_checks import reading
 from ckpt_engine.store.storage.base import Storage
 
 _KEY = b', "digest": "'
@@ -36,7 +38,7 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     if found and text[len(body) :].rstrip(b" \n") != end:
         raise CorruptError(f"{where} is damaged: it does not match its digest")
     with reading(f"{where} is damaged"):
-        row = loads(text)
+        row = msgspec.json.decode(text)
     if not isinstance(row, dict):
         raise ForeignError(f"{where} is not of ckpt-engine")
     if found:
@@ -59,17 +61,18 @@ def stored(storage: Storage, name: str, parse: Callable[[bytes, str], T]) -> T |
     return parse(text, f"{storage.url}/{name}")
 
 
-def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: str) -> T:
-    """What `make` makes of the object of a sealed text; see `unseal`.
+def parsed(text: bytes, where: str, kind: type[T], hint: str) -> T:
+    """The value of `kind`, a dataclass, that a sealed text has; see `unseal`. Keys that `kind` does not have are left
+    out: a newer version may have written more.
 
     Args:
         hint: what to do with a file that has another text.
 
     Raises:
-        CorruptError: it is none, or not one that `make` takes.
+        CorruptError: it has none: a field is missing, of another type or out of range.
     """
     with reading(f"{where} is damaged", hint):
         try:
-            return make(unseal(text, where))
+            return msgspec.convert(unseal(text, where), kind)
         except FormatError as err:
             raise CorruptError(err.message, hint=hint) from err

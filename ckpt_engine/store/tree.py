@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import isfinite, prod
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from ckpt_engine.errors import CorruptError, MismatchError
+from ckpt_engine.observe.number_types import Size
 from ckpt_engine.store.container import DTYPES, item_bytes
 from ckpt_engine.store.decode import Decoder
-from ckpt_engine.store.json_checks import are_sizes, is_object, is_shape, loads, reading, require
+from ckpt_engine.store.json_checks import are_sizes, is_shape, reading, require
 from ckpt_engine.store.manifest import PACKED, Entry, Manifest
 
 TreePath = tuple[Any, ...]
@@ -304,8 +308,8 @@ class Pack:
     entry: str
     dtype: str
     node: Mapping[str, Any]
-    shapes: Sequence[Sequence[int]]
-    arrays: Sequence[int]
+    shapes: Sequence[Sequence[Size]]
+    arrays: Annotated[Sequence[Size], Meta(min_length=1)]
 
     def lengths(self) -> list[int]:
         """Of each array the number of its elements."""
@@ -353,31 +357,28 @@ def decode_schema(data: bytes, entries: Mapping[str, Entry]) -> Schema:
         CorruptError: it is no schema, or does not fit the entries.
     """
     with reading("a schema contradicts the format"):
-        document = loads(data)
-        packs = tuple([_pack(row, entries) for row in document["packs"]])
-        check({"": document["tree"]}, entries)
-    return Schema(document["tree"], packs)
+        schema = msgspec.json.decode(data, type=Schema)
+        for pack in schema.packs:
+            _check_pack(pack, entries)
+        check({"": schema.tree}, entries)
+    return schema
 
 
-def _pack(row: Mapping[str, Any], entries: Mapping[str, Entry]) -> Pack:
-    pack = Pack(row["entry"], row["dtype"], row["node"], row["shapes"], row["arrays"])
+def _check_pack(pack: Pack, entries: Mapping[str, Entry]) -> None:
     entry = entries[pack.entry]
     require(pack.dtype in DTYPES and entry.dtype == pack.dtype, f"a pack has {pack.dtype!r:.40} in {entry.dtype}")
     parameter = pack.node.get("parameter", {"requires_grad": False})
-    require(is_object(pack.node) and type(parameter["requires_grad"]) is bool, "a pack has no node")
+    require(type(parameter["requires_grad"]) is bool, "a pack has no node")
     require({"$", "entry", "view", "stride", "blocks"}.isdisjoint(pack.node), "a pack has another kind of node")
-    require(type(pack.shapes) is list and all(map(is_shape, pack.shapes)), "a pack has no shapes")
-    require(type(pack.arrays) is list and len(pack.arrays) > 0, "a pack has no arrays")
+    require(all(map(is_shape, pack.shapes)), "a pack has no shapes")
     import numpy as np  # a writer starts without it
 
     numbers = np.array(pack.arrays)
-    require(numbers.dtype.kind == "i" and numbers.ndim == 1, "a pack has arrays without a number")
-    require(0 <= int(numbers.min()) <= int(numbers.max()) < len(pack.shapes), "a pack has arrays without a shape")
+    require(int(numbers.max()) < len(pack.shapes), "a pack has arrays without a shape")
     counts = np.array([prod(shape) for shape in pack.shapes])
     require(int(counts.min()) > 0 and int(counts.max()) <= prod(entry.shape), "a pack has arrays of another size")
     total = int(counts[numbers].sum())
     require(entry.shape == (total,), f"a pack has {total} elements in an entry of shape {entry.shape}")
-    return pack
 
 
 def is_packed(node: Any) -> bool:

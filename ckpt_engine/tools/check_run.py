@@ -5,6 +5,7 @@ What is damaged is named with the tensor that it hits. No torch.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
-from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.preempt.divergence import parse_rollback
 from ckpt_engine.restore.choose import UnreachableTier
@@ -24,6 +24,7 @@ from ckpt_engine.store.lease_holder import parse_holder
 from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
 from ckpt_engine.store.repository import Repository, parse_record
 from ckpt_engine.tools.stored_run import Run
+from ckpt_engine.tools.verified_files import PieceKey, VerifiedFiles, key_of, parse_verified
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.attempts import parse_attempts
 from ckpt_engine.writer.run_records import parse_status
@@ -95,9 +96,18 @@ class CheckedCopies:
 
 
 def check_run(
-    run: Run, snapshots: Sequence[str], counting: Counting
+    run: Run,
+    snapshots: Sequence[str],
+    counting: Counting,
+    since: float = math.inf,
+    *,
+    is_remembered: bool = False,
 ) -> tuple[list[CheckedCopies], list[UnreachableTier]]:
     """Read every byte of snapshots (none: of all, and all other files) at each place of a run.
+
+    Args:
+        counting: follows the bytes.
+        since, is_remembered: as `since` and `is_kept` of `VerifiedFiles`, at each place.
 
     Returns:
         What each place has, and the tiers that do not answer.
@@ -109,8 +119,10 @@ def check_run(
     with counting(sum(sum(ids.values()) for _, ids in sizes)) as advance:
         for place, ids in sizes:
             try:
-                checker = Checker(place, advance)
+                verified = VerifiedFiles(place.storage, since, is_kept=is_remembered)
+                checker = Checker(place, advance, verified)
                 verdicts = tuple(checker.check(snapshot) for snapshot in ids)
+                verified.put()
                 others = () if snapshots else checker.check_others()
             except CkptError as err:
                 if not run.is_tiered:
@@ -147,22 +159,24 @@ class Checker:
 
     Args:
         advance: called with the bytes just read, on this thread.
+        verified: what need not be read; takes what is whole. None: all is read.
     """
 
-    def __init__(self, repository: Repository, advance: Callable[[int], object]) -> None:
+    def __init__(
+        self, repository: Repository, advance: Callable[[int], object], verified: VerifiedFiles | None = None
+    ) -> None:
         self._repository = repository
         self._storage = repository.storage
         self._advance = advance
+        self._verified = verified or VerifiedFiles(repository.storage)
         self._good: set[tuple[str, int, int, str]] = set()
 
     def check(self, snapshot: str) -> Verdict:
         """Read and digest everything the snapshot needs."""
         try:
             manifest = self._repository.read(snapshot)
-        except StorageMissingError as err:
-            return self._verdict(snapshot, [SnapshotProblem(err.code, err.message)], 0)
-        except FormatError as err:
-            return Verdict(snapshot, (SnapshotProblem(err.code, err.message, names.manifest_name(snapshot)),), 0)
+        except (FormatError, StorageMissingError) as err:
+            return self._verdict(snapshot, [SnapshotProblem(err.code, err.message, names.manifest_name(snapshot))], 0)
         problems, read_bytes = self._data(manifest, names.manifest_name(snapshot))
         return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
 
@@ -183,6 +197,7 @@ class Checker:
             names.STATUS: parse_status,
             names.ROLLBACK: parse_rollback,
             names.ATTEMPTS: parse_attempts,
+            names.SCRUB: parse_verified,
             names.CATALOG: lambda text, _: catalog.decode(text, self._repository.run_id, {}),
         }
         return readers.get(name)
@@ -225,20 +240,27 @@ class Checker:
         sizes = {item.name: item.nbytes for item in self._storage.list(names.DATA)}
         stored, whole = _by_file(manifest)
         for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
-            pieces = stored.get(file, [])
+            pieces = stored.get(file, {})
             if file not in sizes:
-                held = units.first(list(dict.fromkeys(one.entry for one in pieces)), 3)
+                held = units.first(list(dict.fromkeys(one.entry for one in pieces.values())), 3)
                 problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {held}", file))
                 continue
             if sizes[file] != nbytes:
                 problems.append(
                     SnapshotProblem(CorruptError.code, f"has {sizes[file]:,} bytes instead of {nbytes:,}", file)
                 )
+            key = key_of(file, pieces)
+            if key in self._verified.times:
+                self._good.update((file, *one) for one in pieces)
+                continue
+            before = len(problems)
             problems += self._header(file, whole.get(file, {}))
             for found, done in self._pieces(file, pieces):
                 problems += found
                 read_bytes += done
                 self._advance(done)
+            if len(problems) == before:
+                self._verified.add(key)
         return problems, read_bytes
 
     def _verdict(
@@ -264,10 +286,8 @@ class Checker:
                     CorruptError.code, "the file's header does not say what the manifest says", name, entry_name
                 )
 
-    def _pieces(self, name: str, stored: Sequence[_Stored]) -> Iterator[tuple[list[SnapshotProblem], int]]:
-        pieces = [
-            one for one in stored if (name, one.piece.offset, one.piece.nbytes, one.piece.digest) not in self._good
-        ]
+    def _pieces(self, name: str, stored: Mapping[PieceKey, _Stored]) -> Iterator[tuple[list[SnapshotProblem], int]]:
+        pieces = [one for key, one in stored.items() if (name, *key) not in self._good]
         pending: deque[Future[tuple[list[SnapshotProblem], int]]] = deque()
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-verify") as pool:
             for span in joined(pieces, PIECE_BYTES):
@@ -300,10 +320,14 @@ class Checker:
         return problems, stop - start
 
 
-def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, dict[str, Entry]]]:
-    """By the name of a file, the pieces in it, and the entries that are arrays of it as they are."""
-    places = (((one.file, one.offset, one.nbytes, one.digest), (name, one)) for name, one in stored_pieces(manifest))
-    stored = grouped((manifest.files[one.file].name, _Stored(name, one)) for name, one in dict(places).values())
+def _by_file(
+    manifest: Manifest,
+) -> tuple[Mapping[str, Mapping[PieceKey, _Stored]], Mapping[str, Mapping[str, Entry]]]:
+    """By the name of a file, the pieces in it by their keys, and the entries that are arrays of it as they are."""
+    stored: dict[str, dict[PieceKey, _Stored]] = {}
+    for name, one in stored_pieces(manifest):
+        pieces = stored.setdefault(manifest.files[one.file].name, {})
+        pieces[one.offset, one.nbytes, one.digest] = _Stored(name, one)
     whole: dict[str, dict[str, Entry]] = {}
     # The header of a file that an older snapshot has written names empty arrays of that one.
     own = [one.name for one in manifest.files if names.data_owner(one.name) == names.parse_id(manifest.info.id)]

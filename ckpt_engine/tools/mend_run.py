@@ -1,28 +1,20 @@
 """Replaces damaged files of a run by the same bytes, which another of its places has.
 
-A file is put in one step, and only when every piece that a snapshot of its place needs has the digest in the manifest.
-What no place has stays as it is.
+A file is put in one step. What no place has stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
-from ckpt_engine.copy.transfer import scratch_file, scratch_of
-from ckpt_engine.errors import CkptError, CorruptError, FormatError
-from ckpt_engine.store import container, names
-from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import decoder_of, stored_pieces
+from ckpt_engine.copy.whole_file import whole_file
+from ckpt_engine.errors import CorruptError, StorageMissingError
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.manifest import DataFile, Piece
-from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.tools.check_run import CheckedCopies, Counting
 from ckpt_engine.tools.stored_run import Run
-
-_Needed = Mapping[Piece, tuple[str, str]]
-"""The pieces of a data file, each with a snapshot and an entry that it is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,105 +54,13 @@ def mend_run(
             counting(nbytes) as advance,
         ):
             for name in damaged:
-                with suppress(CorruptError), _whole(place, sources, name) as (image, source):
+                with (
+                    suppress(CorruptError, StorageMissingError),
+                    whole_file(place, sources, name) as (image, source),
+                ):
                     if lease is not None:
                         lease.check()
                         place.storage.put(name, [image], exclusive=False)
                     mended.append(MendedFile(copies.url, name, image.nbytes, source))
                     advance(image.nbytes)
     return mended
-
-
-@contextmanager
-def _whole(place: Repository, sources: Sequence[Repository], name: str) -> Iterator[tuple[memoryview, str]]:
-    """The bytes of a damaged file as they were written, and where they come from.
-
-    Raises:
-        CorruptError: no place has them.
-    """
-    if (owner := names.manifest_id(name)) is not None:
-        yield _manifest(place, sources, owner.id)
-        return
-    file, needed = _needed(place, name)
-    memory = scratch_file(scratch_of(place.storage), file.nbytes)
-    try:
-        with memoryview(memory) as image:
-            yield image, _fill(place, sources, file, needed, image)
-    finally:
-        with suppress(BufferError):  # what was raised may still hold views
-            memory.close()
-
-
-def _manifest(place: Repository, sources: Sequence[Repository], snapshot: str) -> tuple[memoryview, str]:
-    """The manifest of a source whose data files the place has."""
-    for source in sources:
-        with suppress(CkptError):
-            manifest, text = source.read_text(snapshot)
-            if not lacking(place.storage, manifest.files):
-                return memoryview(text), source.storage.url
-    raise CorruptError(f"no place has the manifest of {snapshot}")
-
-
-def _needed(place: Repository, name: str) -> tuple[DataFile, _Needed]:
-    """A data file as the manifests of its place describe it. Raises CorruptError if none does."""
-    files: set[DataFile] = set()
-    found: dict[Piece, tuple[str, str]] = {}
-    for parsed in place.ids():
-        with suppress(FormatError):
-            manifest = place.read(parsed.id)
-            files.update(file for file in manifest.files if file.name == name)
-            found |= {
-                piece: (parsed.id, entry)
-                for entry, piece in stored_pieces(manifest)
-                if manifest.files[piece.file].name == name
-            }
-    if not files:
-        raise CorruptError(f"no snapshot needs {name}")
-    return files.pop(), found
-
-
-def _fill(
-    place: Repository,
-    sources: Sequence[Repository],
-    file: DataFile,
-    needed: _Needed,
-    image: memoryview,
-) -> str:
-    """Fill `image` with a data file, from its place as far as that is whole there; the URL of what served the rest."""
-
-    def part_of(piece: Piece) -> memoryview:
-        return image[piece.offset : piece.offset + piece.nbytes]
-
-    for base in (place, *sources):
-        with suppress(CkptError):
-            if not lacking(base.storage, [file]):
-                base.storage.get_into(file.name, 0, image)
-                container.parse_header(bytes(image[: container.header_nbytes(bytes(image[:8]))]))
-                bad = [piece for piece in needed if digest(part_of(piece)) != piece.digest]
-                if bad or base is not place:  # else it is the header that is wrong
-                    break
-    else:
-        raise CorruptError(f"no place has {file.name} whole")
-    served = base.storage.url
-    for piece in bad:
-        snapshot, entry = needed[piece]
-        found = (one.storage.url for one in sources if _serve(one, snapshot, entry, file, piece, part_of(piece)))
-        if not (served := next(found, "")):
-            raise CorruptError(f"no place has the bytes of {entry!r} in {file.name}")
-    return served
-
-
-def _serve(source: Repository, snapshot: str, entry: str, file: DataFile, piece: Piece, part: memoryview) -> bool:
-    """Fill `part` with the bytes of a piece; whether the source has them."""
-    with suppress(CkptError):
-        source.storage.get_into(file.name, piece.offset, part)
-        if digest(part) == piece.digest:
-            return True
-    with suppress(CkptError):  # it may store the snapshot in another form
-        theirs = source.read(snapshot)
-        placed = theirs.entries[entry].placed() if entry in theirs.entries else ()
-        for start, one in placed:
-            if one.content_digest == piece.digest:
-                decoder_of(source.storage.get_into, theirs).read(entry, start, one, part)
-                return True
-    return False

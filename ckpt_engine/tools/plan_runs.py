@@ -118,11 +118,12 @@ def jobs_of(
         "nbytes": int(costs.written_bytes),
     }
     rhythms: dict[str, Callable[[Clock, EventSink], SnapshotTimer] | None] = {"ckpt-engine": None}
-    for name, rule in rules.items():
-        if isinstance(rule, type):
-            rhythms[name] = partial(rule, settings)
-        else:
-            rhythms[name] = partial(Ruled, max(costs.step_seconds, rule(costs, per_second)))
+    rhythms |= {
+        name: partial(rule, settings)
+        if isinstance(rule, type)
+        else partial(Ruled, max(costs.step_seconds, rule(costs, per_second)))
+        for name, rule in rules.items()
+    }
     same = partial(SimulatedJob, restart=restart, training=training, tiers=far)
     return {name: partial(same, rhythm=rhythm) for name, rhythm in rhythms.items()}
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
+from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune, protection
 from ckpt_engine.errors import ConfigError, StorageMissingError
-from ckpt_engine.store import pins
 from ckpt_engine.store.branches import OTHER_LINE, branches
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -30,10 +29,11 @@ class PrunedPlace:
         """What is to be forgotten. Reads only."""
         if self.removing is None:
             return plan_prune(self.repository, self.policy)
-        pinned = pins.protection(self.repository.storage)
-        ids = [info.id for info in self.repository.list()]
-        going = tuple(one for one in ids if one in self.removing and one not in pinned)
-        keep = {one: pinned.get(one, OTHER_LINE) for one in ids if one not in going}
+        infos = self.repository.list()
+        staying = protection(self.repository, infos, self.policy)
+        ids = [info.id for info in infos]
+        going = tuple(one for one in ids if one in self.removing and one not in staying)
+        keep = {one: staying.get(one, OTHER_LINE) for one in ids if one not in going}
         return RetentionPlan(keep, going, dict.fromkeys(going, "of the branch that is removed"))
 
 

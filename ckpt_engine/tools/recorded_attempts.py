@@ -38,12 +38,12 @@ def history_of(config: Config, storage: Storage) -> AttemptHistory:
         StorageError
     """
     history, live = read_attempts(storage), LiveWriter.of(config.root_url)
-    is_over = not history.rows or history.rows[-1].end is not None
+    is_over = not history.attempts or history.attempts[-1].end is not None
     if is_over or live is None or not (live.trainer and live.spent):
         return history  # of a writer that does not answer it is at most a minute old
-    now = replace(history.rows[-1], **live.spent)
+    now = replace(history.attempts[-1], **live.spent)
     lasted = max(now.seconds, time.time() - now.began)
-    return replace(history, rows=(*history.rows[:-1], replace(now, seconds=lasted)))
+    return replace(history, attempts=(*history.attempts[:-1], replace(now, seconds=lasted)))
 
 
 def failure_of(one: Attempt) -> str:

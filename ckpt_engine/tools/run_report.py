@@ -169,7 +169,7 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
         problems += [f"{one.url} was not verified: [{one.code}] {one.reason}" for one in silent]
         problems += [f"{copies.url}: {problem}" for copies in checked for problem in copies.problems]
     near = run.places[0].storage
-    history = known(lambda: history_of(config, near), problems) or AttemptHistory()
+    history = known(lambda: history_of(config, near), problems) or AttemptHistory(())
     status = known(lambda: read_status(near), problems)
     infos = [info for info, _ in rows]
     return RunReport(
@@ -180,12 +180,12 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
         snapshots=tuple(_taken(rows)),
         components=dict(infos[-1].components) if infos else {},
         lives=tuple(_lives(history, infos)),
-        spent=history.spent if history.rows else None,
+        spent=history.spent if history.attempts else None,
         verified=verified,
         problems=tuple(problems),
         resume=last_resume(config.root_url),
         unasked=tuple(one for one in (status.tiers if status is not None else ()) if one.url not in run.tiers),
-        measured=history.rows[-1].times if history.rows else {},
+        measured=history.attempts[-1].times if history.attempts else {},
         best=(config.keep.best.monitor, config.keep.best.mode) if config.keep.best is not None else None,
         fork=run.fork,
         changed=_changed(run, infos),
@@ -219,12 +219,12 @@ def _taken(rows: Sequence[tuple[SnapshotInfo, Sequence[TierListing]]]) -> list[S
 def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]:
     """The attempts, and which snapshot each went on from, as those that it has left say."""
     resumed: list[int | None] = []
-    for one, following in zip_longest(history.rows, history.rows[1:]):
+    for one, following in zip_longest(history.attempts, history.attempts[1:]):
         end = math.inf if following is None else following.began
         parent = parse_id(next((info.parent or "" for info in infos if one.began <= info.created < end), ""))
         resumed.append(one.resumed_at if one.resumed_at >= 0 else None if parent is None else parent.step)
     lives, spent = [], history.before
-    for number, (one, following) in enumerate(zip_longest(history.rows, history.rows[1:])):
+    for number, (one, following) in enumerate(zip_longest(history.attempts, history.attempts[1:])):
         was, spent = spent.parts, after(spent, one, following)
         step = one.step if one.step >= 0 else None
         later = next((step for step in resumed[number + 1 :] if step is not None), None)

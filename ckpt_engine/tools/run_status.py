@@ -113,7 +113,7 @@ def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
             f"no run at {tiers[0].url}", hint="check the path; a run starts with its first snapshot"
         )
     holder = read_holder(near.storage) if near else None
-    spent = history.spent if history is not None and history.rows else None
+    spent = history.spent if history is not None and history.attempts else None
     return RunReading(tuple(tiers), holder, status, tuple(unread), live, spent, replay_of(config.root_url))
 
 

@@ -6,6 +6,7 @@ It says what that means for a run there.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 
 from ckpt_engine.errors import CkptError, StorageExistsError
 from ckpt_engine.observe import units
@@ -63,18 +65,13 @@ def _clean(storage: Storage) -> None:
     """Remove what was tried out; a storage that does not answer keeps it."""
     with suppress(CkptError):
         storage.delete(*(item.name for item in storage.list("")))
-    local = storage.capabilities.folder
-    if local is not None and Path(local.root).is_dir():
-        for folder, _, _ in os.walk(local.root, topdown=False):
-            Path(folder).rmdir()
+    if (local := storage.capabilities.folder) is not None:
+        shutil.rmtree(local.root, ignore_errors=True)
 
 
 def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
-    basic = tried("write and read", _round_trip, storage)
-    yield basic
-    if basic.mark is Mark.BAD:
-        return
     checks: dict[str, Callable[[Storage], tuple[Mark, str]]] = {
+        "write and read": _round_trip,
         "create only": _exclusive,
         "create at once": _race,
         "replace if unchanged": _conditional,
@@ -84,11 +81,13 @@ def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
         "throughput": partial(_throughput, nbytes=nbytes),
         "clock": _clock,
         "free space": _space,
+        **({"channel": _channel} if storage.capabilities.encrypted is not None else {}),
     }
     for check, work in checks.items():
-        yield tried(check, work, storage)
-    if storage.capabilities.encrypted is not None:
-        yield tried("channel", _channel, storage)
+        found = tried(check, work, storage)
+        yield found
+        if work is _round_trip and found.mark is Mark.BAD:
+            return
 
 
 def tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Storage) -> Finding:
@@ -111,26 +110,24 @@ def _round_trip(storage: Storage) -> tuple[Mark, str]:
     return Mark.OK, "bytes come back, whole and in ranges"
 
 
+def _creates(storage: Storage, name: str, data: bytes) -> bool:
+    """Create an object; whether there was none of this name."""
+    with suppress(StorageExistsError):
+        _put(storage, name, data)
+        return True
+    return False
+
+
 def _exclusive(storage: Storage) -> tuple[Mark, str]:
     _put(storage, "once", b"first")
-    try:
-        _put(storage, "once", b"second")
-    except StorageExistsError:
-        if storage.get("once") == b"first":
-            return Mark.OK, "an object is not replaced by accident"
+    if not _creates(storage, "once", b"second") and storage.get("once") == b"first":
+        return Mark.OK, "an object is not replaced by accident"
     return Mark.BAD, "an object was replaced although only its creation was asked for"
 
 
 def _race(storage: Storage) -> tuple[Mark, str]:
-    def write(number: int) -> bool:
-        try:
-            _put(storage, "race", bytes([number]) * 1000)
-        except StorageExistsError:
-            return False
-        return True
-
     with ThreadPoolExecutor(WRITERS) as pool:
-        won = sum(pool.map(write, range(WRITERS)))
+        won = sum(pool.map(lambda number: _creates(storage, "race", bytes([number]) * 1000), range(WRITERS)))
     if won == 1:
         return Mark.OK, f"of {WRITERS} creators of one object one succeeds"
     return Mark.NOTE, f"of {WRITERS} creators of one object {won} succeed: the lease waits and reads back instead"
@@ -172,14 +169,9 @@ def _lease(storage: Storage) -> tuple[Mark, str]:
 
 
 def _latency(storage: Storage) -> tuple[Mark, str]:
-    writes, reads = [], []
-    for number in range(SAMPLES):
-        began = time.perf_counter()
-        _put(storage, f"small{number}", b"x" * 1000)
-        written = time.perf_counter()
-        storage.get(f"small{number}")
-        writes.append(written - began)
-        reads.append(time.perf_counter() - written)
+    names = [f"small{number}" for number in range(SAMPLES)]
+    writes = [timeit(partial(_put, storage, name, b"x" * 1000), number=1) for name in names]
+    reads = [timeit(partial(storage.get, name), number=1) for name in names]
     shown = [units.duration(statistics.median(values)) for values in (writes, reads)]
     return Mark.OK, f"1 kB written in {shown[0]}, read in {shown[1]}"
 
@@ -187,17 +179,14 @@ def _latency(storage: Storage) -> tuple[Mark, str]:
 def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:
     random = os.urandom(1 << 20)
     data = memoryview(random * (1 + nbytes // len(random)))[:nbytes]
-    began = time.perf_counter()
-    storage.put("big", [data])
-    written = time.perf_counter()
+    write_seconds = timeit(partial(storage.put, "big", [data]), number=1)
     back = memoryview(bytearray(nbytes))
     ranges = [(start, back[start : start + READ_BYTES]) for start in range(0, nbytes, READ_BYTES)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda one: storage.get_into("big", *one), ranges))
-    read = time.perf_counter()
+        read_seconds = timeit(lambda: list(pool.map(lambda one: storage.get_into("big", *one), ranges)), number=1)
     if back != data:
         return Mark.BAD, f"{units.size(nbytes)} do not come back as they were written"
-    rates = [units.size(nbytes / seconds) for seconds in (written - began, read - written)]
+    rates = [units.size(nbytes / seconds) for seconds in (write_seconds, read_seconds)]
     cached = ", perhaps from memory" if storage.capabilities.folder is not None else ""
     return Mark.OK, f"{units.size(nbytes)} written at {rates[0]}/s, read at {rates[1]}/s{cached}"
 

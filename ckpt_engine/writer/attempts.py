@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ckpt_engine.errors import CkptError, LeaseHeldError
 from ckpt_engine.observe.events import (
@@ -25,14 +27,14 @@ from ckpt_engine.observe.events import (
     Event,
     Notice,
 )
+from ckpt_engine.observe.number_types import OptionalSize, Positive, Seconds
 from ckpt_engine.observe.run_times import RunSpent
-from ckpt_engine.store import json_checks, names
+from ckpt_engine.store import names
 from ckpt_engine.store.lease_holder import LeaseHolder, ProcessIdentity
 from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.retries import asking
 from ckpt_engine.writer.pulse import SpentTimes
-from ckpt_engine.writer.run_records import known_fields
 
 BEAT_SECONDS = 60.0
 MOST_INTERVALS = 8
@@ -41,6 +43,7 @@ CHANGED = 1.5
 _WHY_LETTERS = 200
 _END_SECONDS = 1.0
 """A heartbeat that hangs in a call to the storage is left behind."""
+AttemptEnd = Annotated[str, Meta(pattern=rf"^({'|'.join(ENDS)})\Z")]
 MOST = 256
 """Of older attempts only the sum of their times is kept: nothing is believed of failures that long ago."""
 
@@ -68,15 +71,15 @@ class Attempt:
 
     host: str
     process: str
-    began: float
-    seconds: float = 0.0
-    end: str | None = None
-    ranks: int = 1
-    started: float = 0.0
-    step: int = -1
-    times: Mapping[str, float] = field(default_factory=dict)
-    intervals: tuple[tuple[float, int, str], ...] = ()
-    resumed_at: int = -1
+    began: Seconds
+    seconds: Seconds = 0.0
+    end: AttemptEnd | None = None
+    ranks: Positive = 1
+    started: Seconds = 0.0
+    step: OptionalSize = -1
+    times: Mapping[str, Seconds] = field(default_factory=dict)
+    intervals: tuple[tuple[Seconds, Positive, str], ...] = ()
+    resumed_at: OptionalSize = -1
     proof: str = ""
 
     @property
@@ -110,31 +113,31 @@ class AttemptHistory:
     """All attempts of a run.
 
     Args:
-        rows: the newest, oldest first.
+        attempts: the newest, oldest first.
         before: what went into those before them.
     """
 
-    rows: tuple[Attempt, ...] = ()
+    attempts: tuple[Attempt, ...]
     before: RunSpent = field(default_factory=RunSpent)
 
     def bounded(self) -> AttemptHistory:
         """With `MOST` rows at most."""
-        many = max(0, len(self.rows) - MOST)
-        return AttemptHistory(self.rows[many:], self._spent_until(self.rows[: many + 1]))
+        many = max(0, len(self.attempts) - MOST)
+        return AttemptHistory(self.attempts[many:], self._spent_until(self.attempts[: many + 1]))
 
     @property
     def spent(self) -> RunSpent:
         """What the time of the run went into until its newest heartbeat."""
-        spent = self._spent_until(self.rows)
-        return after(spent, self.rows[-1], None) if self.rows else spent
+        spent = self._spent_until(self.attempts)
+        return after(spent, self.attempts[-1], None) if self.attempts else spent
 
     @property
     def over(self) -> tuple[RunSpent, float]:
         """The same where none of them trains any more, and when the last one was known to live; 0.0: there is none."""
-        if not self.rows:
+        if not self.attempts:
             return self.before, 0.0
-        until = self.rows[-1].began + self.rows[-1].seconds
-        return self._spent_until((*self.rows, Attempt("", "", until))), until
+        until = self.attempts[-1].began + self.attempts[-1].seconds
+        return self._spent_until((*self.attempts, Attempt("", "", until))), until
 
     def _spent_until(self, rows: Sequence[Attempt]) -> RunSpent:
         """What the time until the last of these rows went into, which are its oldest, one after another."""
@@ -146,8 +149,7 @@ class AttemptHistory:
 
 def encode_attempts(history: AttemptHistory) -> bytes:
     """The bytes of the record."""
-    kept = history.bounded()
-    return seal({"attempts": [asdict(one) for one in kept.rows], "before": asdict(kept.before)}) + b"\n"
+    return seal(asdict(history.bounded())) + b"\n"
 
 
 def parse_attempts(text: bytes, where: str) -> AttemptHistory:
@@ -156,42 +158,7 @@ def parse_attempts(text: bytes, where: str) -> AttemptHistory:
     Raises:
         CorruptError: it is none.
     """
-
-    def made(body: dict[str, Any]) -> AttemptHistory:
-        return AttemptHistory(tuple(_attempt(row) for row in body["attempts"]), _spent(body.get("before", {})))
-
-    return parsed(text, where, made, "remove it: how often the run fails is learned again")
-
-
-def _spent(row: dict[str, Any]) -> RunSpent:
-    json_checks.require(type(row) is dict, "what was before is no object")
-    values = {name: row.get(name, 0.0) for name in asdict(RunSpent())}
-    json_checks.require(all(map(json_checks.is_time, values.values())), "times before that are none")
-    return RunSpent(**values)
-
-
-def _attempt(row: dict[str, Any]) -> Attempt:
-    json_checks.require(type(row) is dict, "a row that is no object")
-    one = Attempt(**known_fields(Attempt, row) | {"intervals": tuple(map(_interval, row.get("intervals", ())))})
-    json_checks.require({*map(type, (one.host, one.process, one.proof))} == {str}, "a name that is no text")
-    json_checks.require(json_checks.is_time(one.began) and json_checks.is_time(one.seconds), "a time that is none")
-    json_checks.require(
-        one.end in (None, *ENDS) and json_checks.is_whole(one.ranks, 1) and json_checks.is_whole(one.resumed_at, -1),
-        "an end, ranks or a resume that are none",
-    )
-    json_checks.require(json_checks.is_time(one.started) and json_checks.is_whole(one.step, -1), "a start or a step")
-    json_checks.require(
-        type(one.times) is dict and all(map(json_checks.is_time, one.times.values())), "times that are none"
-    )
-    return one
-
-
-def _interval(row: Sequence[Any]) -> tuple[float, int, str]:
-    since, steps, why = row
-    json_checks.require(
-        json_checks.is_time(since) and json_checks.is_whole(steps, 1) and type(why) is str, "an interval that is none"
-    )
-    return since, steps, why
+    return parsed(text, where, AttemptHistory, "remove it: how often the run fails is learned again")
 
 
 def read_attempts(storage: Storage) -> AttemptHistory:
@@ -201,7 +168,7 @@ def read_attempts(storage: Storage) -> AttemptHistory:
         CorruptError: the record is damaged.
         StorageError
     """
-    return stored(storage, names.ATTEMPTS, parse_attempts) or AttemptHistory()
+    return stored(storage, names.ATTEMPTS, parse_attempts) or AttemptHistory(())
 
 
 def copy_attempts(source: Storage, target: Storage, copied: dict[str, tuple[int, str]]) -> None:
@@ -249,7 +216,7 @@ class AttemptRecord:
         name = "" if process is None else f"{process.boot}/{process.namespace}/{process.pid}/{process.ticks}"
         self._mine = Attempt(trainer.host, name, time.time(), ranks=ranks)
         self._opened = time.monotonic()
-        self._earlier = AttemptHistory()
+        self._earlier = AttemptHistory(())
         self._said = self._gone = False
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -261,12 +228,12 @@ class AttemptRecord:
             self._earlier = read_attempts(self._storage)
         except CkptError as err:
             self._say(err)
-        rows = self._earlier.rows
+        rows = self._earlier.attempts
         if rows and self._mine.process and rows[-1].process == self._mine.process:
             *earlier, before = rows  # the writer of this very trainer was lost, or closed
             self._opened -= max(before.seconds, self._mine.began - before.began)
-            self._earlier, self._mine = replace(self._earlier, rows=tuple(earlier)), replace(before, end=None)
-        rows = self._earlier.rows
+            self._earlier, self._mine = replace(self._earlier, attempts=tuple(earlier)), replace(before, end=None)
+        rows = self._earlier.attempts
         lasted, failures = tuple(one.seconds for one in rows), tuple(one.failure for one in rows)
         seconds = time.monotonic() - self._opened
         if lasted or self._mine.seconds:
@@ -321,7 +288,7 @@ class AttemptRecord:
     def _write(self) -> None:
         with self._lock:
             self._look()
-            text = encode_attempts(replace(self._earlier, rows=(*self._earlier.rows, self._mine)))
+            text = encode_attempts(replace(self._earlier, attempts=(*self._earlier.attempts, self._mine)))
             try:
                 self._check()
                 self._storage.put(names.ATTEMPTS, [memoryview(text)], exclusive=False)

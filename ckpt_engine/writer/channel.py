@@ -18,7 +18,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpt_engine.copy.host_memory import MORE_FILES
@@ -295,11 +296,11 @@ def event(found: events.Event) -> Body:
     return {"kind": EVENT, "event": events.to_json(found)}
 
 
+@dataclass(eq=False)
 class RecentEvents:
     """The events among the messages that were sent last. Any thread."""
 
-    def __init__(self) -> None:
-        self._sent: deque[tuple[float, dict[str, Any]]] = deque(maxlen=16)
+    _sent: deque[tuple[float, dict[str, Any]]] = field(default_factory=partial(deque, maxlen=16), init=False)
 
     def forward(self, emit: Callable[[Body], object], body: Body) -> object:
         """Remember the event in a message, if it carries one, and give the message to `emit`."""

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ckpt_engine.copy.job import (
     ErrorRecord,
     History,
@@ -23,9 +25,7 @@ from ckpt_engine.copy.job import (
     PersistJob,
     SlotFreed,
     WriterConfig,
-    done_from_json,
-    job_to_json,
-    layout_to_json,
+    to_json,
 )
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import events
@@ -145,7 +145,7 @@ class WriterClient(abc.ABC):
                 case messages.EVENT:
                     self.news.append(events.from_json(body["event"]))
                 case messages.DONE:
-                    done = done_from_json(body["done"])
+                    done = msgspec.convert(body["done"], JobDone)
                     self._open.pop(done.job, None)
                     self.news.append(done)
                 case messages.FREED:
@@ -308,7 +308,7 @@ class WriterClient(abc.ABC):
         if not (gone or is_new or layout is not before or trees is not old):
             return
         body: Body = {"kind": messages.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
-        body["layout"] = None if layout is before else layout_to_json(layout)
+        body["layout"] = None if layout is before else to_json(layout)
         body["keys"] = () if trees is old else tuple(trees)
         body["trees"] = {key: tree for key, tree in trees.items() if old.get(key) is not tree}
         self._tell(body, [fd] if is_new else [])
@@ -342,7 +342,7 @@ class WriterClient(abc.ABC):
             if kind == messages.PERSIST:
                 self._open[job.job] = job
         try:
-            self._send({"kind": kind, "job": job_to_json(job)})
+            self._send({"kind": kind, "job": to_json(job)})
         except Exception as err:
             with self._changed:
                 self._open.pop(job.job, None)

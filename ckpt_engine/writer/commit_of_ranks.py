@@ -30,7 +30,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.replicas import difference, listed
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.base import Storage, tidy
 from ckpt_engine.store.storage.retries import GrowingPauses
 from ckpt_engine.store.storage.watchdog import CallProgress
 from ckpt_engine.writer import part_records
@@ -310,7 +310,8 @@ class Gather:
                 target.commit(whole)
         finally:
             with suppress(CkptError):  # the next question removes what is left
-                _withdraw(storage, snapshot)
+                tidy(storage, names.wanted_name(snapshot))
+                part_records.remove(storage, snapshot, part_records.there(storage, snapshot).get(snapshot, set()))
         return copied
 
     def _ask(self, storage: Storage, snapshot: str) -> None:
@@ -354,11 +355,6 @@ def questions(storage: Storage) -> tuple[list[names.ParsedId], dict[str, set[int
     return sorted(asked, key=lambda one: (one.seq, one.id), reverse=True), part_records.by_snapshot(found)
 
 
-def _withdraw(storage: Storage, snapshot: str) -> None:
-    storage.delete(names.wanted_name(snapshot))
-    part_records.remove(storage, snapshot, part_records.there(storage, snapshot).get(snapshot, set()))
-
-
 def _forget_questions(storage: Storage, but: Collection[str]) -> None:
     asked, _ = questions(storage)
-    storage.delete(*(names.wanted_name(one.id) for one in asked if one.id not in but))
+    tidy(storage, *(names.wanted_name(one.id) for one in asked if one.id not in but))

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
@@ -106,6 +106,7 @@ def _silent(who: str, timeout: float) -> WaitTimeoutError:
     return WaitTimeoutError(f"{who} did not answer within {timeout:.0f} s")
 
 
+@dataclass(eq=False)
 class Control:
     """Listens, and answers each client on a thread of its own.
 
@@ -117,14 +118,13 @@ class Control:
         rank: whose writer this is.
     """
 
-    def __init__(self, root_url: str, answer: Answer, rank: int = 0) -> None:
-        self._root_url = root_url
-        self._rank = rank
-        self._answer = answer
-        self._listener: SocketListener | None = None
-        self._clients: set[Channel] = set()
-        self._changed = threading.Condition()
-        self._answering = threading.Lock()
+    _root_url: str
+    _answer: Answer
+    _rank: int = 0
+    _listener: SocketListener | None = field(default=None, init=False)
+    _clients: set[Channel] = field(default_factory=set, init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _answering: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def open(self, timeout: float) -> None:
         """Take the name and begin. Another writer of this user that still has it gets a `bye`.

@@ -14,11 +14,14 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.writer.commit_of_ranks import LOOKS, each_look
 from ckpt_engine.writer.memory_snapshots import StagedJob
+
+if TYPE_CHECKING:
+    from ckpt_engine.writer.persister import Persister
 
 PATIENCE_SECONDS = 5.0
 """How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""
@@ -45,34 +48,18 @@ def follow(mine: Sequence[str], there: There, rank: int, ranks: Sequence[int]) -
     return None
 
 
-class ShareBoard(Protocol):
-    """Where the shares are left; the writer of each rank has one, at its nearest tier."""
-
-    def look(self) -> There:
-        """Who has left what. Raises `CkptError`."""
-
-    def leave(self, order: StagedJob) -> None:
-        """Make a share durable, and say so; only that again if it was left before. Raises `CkptError`."""
-
-    def commit(self, order: StagedJob) -> bool:
-        """All shares of a snapshot are there: make it exist; False: it is none. Raises `CkptError`."""
-
-    def exists(self, snapshot: str) -> bool:
-        """Whether it is committed. Raises `CkptError`."""
-
-
 @dataclass(eq=False)
 class CrashRecovery:
     """One writer's side.
 
     Args:
         ranks: whose writer it is.
-        place: where the writers meet.
+        place: leaves shares where the writers meet, which is the nearest tier of each.
         patience_seconds: see above.
     """
 
     _ranks: RankConfig
-    _place: ShareBoard
+    _place: Persister
     _patience_seconds: float = PATIENCE_SECONDS
     _bad: set[str] = field(default_factory=set, init=False)
     _left: set[str] = field(default_factory=set, init=False)

@@ -8,6 +8,7 @@ group so far. Where step counters on a device have not changed either, a gradien
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ckpt_engine.copy.job import GroupMark, TrainedGroup
 from ckpt_engine.observe.events import Event, Notice, StaleSnapshot
@@ -20,6 +21,7 @@ _IDLE = 3
 """So many snapshots after another one are at a learning rate of 0 before that is reported: a warm-up may begin so."""
 
 
+@dataclass(eq=False)
 class Freshness:
     """Takes the durable snapshots of one run in their order.
 
@@ -27,11 +29,10 @@ class Freshness:
         tier: how the place is called in events.
     """
 
-    def __init__(self, tier: str) -> None:
-        self._tier = tier
-        self._before: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest] | None = None
-        self._said: set[tuple[str, str]] = set()
-        self._idle = 0
+    _tier: str
+    _before: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest] | None = field(default=None, init=False)
+    _said: set[tuple[str, str]] = field(default_factory=set, init=False)
+    _idle: int = field(default=0, init=False)
 
     def compare(self, groups: Sequence[TrainedGroup], marks: Sequence[GroupMark], new: Manifest) -> Iterator[Event]:
         """What is stale in the next one, of each group once until that changes again; and a run that trains nothing.

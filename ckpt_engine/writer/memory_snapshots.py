@@ -11,12 +11,13 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from ckpt_engine.copy import job as values
-from ckpt_engine.copy.job import ALONE, ErrorRecord, KeySkeleton, PersistJob, RankConfig
+import msgspec
+
+from ckpt_engine.copy.job import ALONE, ErrorRecord, KeySkeleton, Layout, PersistJob, RankConfig, job_from_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
@@ -92,15 +93,15 @@ class StagedJob:
             self._slot.release()
 
 
+@dataclass(eq=False)
 class MessageDecoder:
     """Takes the messages of one trainer, in their order, by one thread at a time. Cheap: what is sent of layouts and
     skeletons is worked out by the thread that first needs it.
     """
 
-    def __init__(self) -> None:
-        self._slots: dict[int, ArenaSlot] = {}
-        self._layout: Callable[[], CutLayout] | None = None
-        self._skeletons: dict[str, Callable[[], KeySkeleton]] = {}
+    _slots: dict[int, ArenaSlot] = field(default_factory=dict, init=False)
+    _layout: Callable[[], CutLayout] | None = field(default=None, init=False)
+    _skeletons: dict[str, Callable[[], KeySkeleton]] = field(default_factory=dict, init=False)
 
     def take(self, body: Body, fds: Sequence[int] = ()) -> StagedJob | None:
         """Do what a message says. The order of a `persist` or a `hold`; the caller owns it.
@@ -113,7 +114,7 @@ class MessageDecoder:
         """
         kind = body["kind"]
         if kind in (messages.PERSIST, messages.HOLD):
-            return self._resolve(values.job_from_json(body["job"]))
+            return self._resolve(job_from_json(body["job"]))
         if kind != messages.ARENA:
             close_all(fds)
             raise WriterError(f"the writer does not know the message {kind!r}")
@@ -123,7 +124,7 @@ class MessageDecoder:
             self._slots[number] = ArenaSlot(fds[0], nbytes)
         self._forget_slots(body["gone"])
         if (layout := body["layout"]) is not None:
-            self._layout = cache(lambda: CutLayout.of(values.layout_from_json(layout)))
+            self._layout = cache(lambda: CutLayout.of(msgspec.convert(layout, Layout)))
         if keys := body["keys"]:
             new = {key: cache(partial(KeySkeleton, tree)) for key, tree in body["trees"].items()}
             self._skeletons = {key: new.get(key) or self._skeletons[key] for key in keys}
@@ -150,17 +151,17 @@ class MessageDecoder:
                 slot.release()
 
 
+@dataclass(eq=False)
 class Ids:
     """Numbers orders. Thread safe.
 
     `begin` MUST come before the first id: until then further tiers may still say that they have higher numbers.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seq = 0
-        self.begun = False
-        """Whether `begin` was called."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _seq: int = field(default=0, init=False)
+    begun: bool = field(default=False, init=False)
+    """Whether `begin` was called."""
 
     def begin(self, seq: int) -> None:
         """Snapshots get `seq` and higher numbers."""
@@ -214,8 +215,8 @@ class MemorySnapshots:
         self._pulse = -1
         self._run: RunText | None = None
         self._sealed = threading.Event()
-        self._errors: dict[StagedJob, ErrorRecord] = {}
-        self._digesting: set[StagedJob] = set()
+        self._digested: dict[StagedJob, ErrorRecord | None] = {}
+        """Those whose digests are, or are being, worked out, and what that has failed with."""
         self._unwanted = self._settled = False
 
     @property
@@ -329,7 +330,7 @@ class MemorySnapshots:
             order = next((one for one in reversed(self._orders) if wanted in (None, one.snapshot)), None)
             if order is None or run is None:
                 return nothing("no snapshot is in memory" if wanted is None else f"{wanted} is not kept in memory")
-            error = self._errors.get(order)
+            error = self._digested.get(order)
             if error is not None:
                 return nothing(f"the snapshot in memory cannot be used: {error.message}")
             order.retain()
@@ -355,7 +356,7 @@ class MemorySnapshots:
 
     def _described(self, staged: Staged, run: str) -> bytes:
         """The manifest, or the part record of a rank's share, of which the digests are known."""
-        manifest = staged.manifest(run, staged.digest())
+        manifest = staged.manifest(run, staged.digests.known)
         if not self._ranks.several:
             return manifest_codec.encode(manifest)
         return part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
@@ -393,23 +394,24 @@ class MemorySnapshots:
 
     def _digest_soon(self, order: StagedJob) -> None:
         with self._lock:
-            if order in self._digesting:
+            if order in self._digested:
                 return
-            self._digesting.add(order)
+            self._digested[order] = None
             order.retain()
         threading.Thread(target=self._digest, args=(order,), name="ckpt-seal", daemon=True).start()
 
     def _digest(self, order: StagedJob) -> None:
         try:
-            order.staged("").digest()
+            order.staged("").timed_digest()
         except (CkptError, ValueError, OSError) as err:
-            self._errors[order] = ErrorRecord.of(err)
+            self._digested[order] = ErrorRecord.of(err)
         finally:
             order.release()
             self._sealed.set()
             self._tell()
 
 
+@dataclass(eq=False)
 class SlotReaders:
     """Counts the readers of each slot. Any thread.
 
@@ -417,11 +419,10 @@ class SlotReaders:
         freed: called with a slot whose last reader has ended after its job was settled as still read.
     """
 
-    def __init__(self, freed: Callable[[int], object]) -> None:
-        self._freed = freed
-        self._lock = threading.Lock()
-        self._readers: Counter[int] = Counter()
-        self._promised: set[int] = set()
+    _freed: Callable[[int], object]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _readers: Counter[int] = field(default_factory=Counter, init=False)
+    _promised: set[int] = field(default_factory=set, init=False)
 
     def take(self, slot: int) -> Callable[[], None]:
         """Note a reader; the result, to be called once, notes its end."""

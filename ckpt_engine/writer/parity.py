@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import xxhash
 
 from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
@@ -113,18 +114,18 @@ class _Set:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass(eq=False)
 class ParitySets:
     """Keeps what comes in whole. Thread safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.group: tuple[int, ...] = ()
-        """All members, as they follow each other, this rank first. The others' shares are kept."""
-        self._open: dict[int, _Set] = {}
-        self._kept: list[_Set] = []
-        self._spare: _Memory | None = None
-        self._settled = -1
-        """Number of a snapshot: of this one and older ones nothing more is taken in."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    group: tuple[int, ...] = field(default=(), init=False)
+    """All members, as they follow each other, this rank first. The others' shares are kept."""
+    _open: dict[int, _Set] = field(default_factory=dict, init=False)
+    _kept: list[_Set] = field(default_factory=list, init=False)
+    _spare: _Memory | None = field(default=None, init=False)
+    _settled: int = field(default=-1, init=False)
+    """Number of a snapshot: of this one and older ones nothing more is taken in."""
 
     def expect(self, group: Sequence[int]) -> None:
         """Keep the shares of this group, whose first member's writer this is."""
@@ -139,7 +140,7 @@ class ParitySets:
             FormatError: its bytes are not what was sent.
             OSError: there is no memory, or the sender is gone.
         """
-        share = PeerShare.of(said)
+        share = msgspec.convert(said, PeerShare)
         share.decoded()
         found, nbytes = self._begin(share)
         try:

@@ -16,16 +16,19 @@ import time
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from ckpt_engine.copy.job import KeySkeleton, Layout, RankConfig
 from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
+from ckpt_engine.observe.number_types import Size
 from ckpt_engine.store import manifest_codec, names, repository
-from ckpt_engine.store.json_checks import are_sizes, is_shape, is_whole, require
-from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, SnapshotInfo
+from ckpt_engine.store.json_checks import is_shape, reading, require
+from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, RankCount, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.base import ObjectInfo, Storage, tidy
 
 READS_AT_ONCE = 32
 
@@ -35,8 +38,7 @@ def share_place(url: str, rank: int) -> str:
     return f"{url}, the share of rank {rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slices:
+class Slices(NamedTuple):
     """What a part has of an array.
 
     Args:
@@ -44,8 +46,8 @@ class Slices:
         runs: where the bytes of its pieces belong: (first byte in the array, number of pieces), in order.
     """
 
-    whole: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
+    whole: tuple[Size, ...]
+    runs: tuple[tuple[Size, Size], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,13 @@ class PartRecord:
         place: the ranks whose parts make the manifest that is committed where this lies; empty: all.
     """
 
-    ranks: tuple[int, ...]
-    size: int
+    ranks: tuple[Size, ...]
+    size: RankCount
     structure: str
     slices: Mapping[str, Slices]
     manifest: Manifest
     cancelled: str | None = None
-    place: tuple[int, ...] = ()
+    place: tuple[Size, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -94,15 +96,8 @@ def of_manifest(manifest: Manifest) -> PartRecord:
     Raises:
         CorruptError: it is none.
     """
-    world = manifest.world
-    try:
-        slices = {
-            entry: Slices(tuple(whole), tuple((start, pieces) for start, pieces in runs))
-            for entry, (whole, runs) in world["slices"].items()
-        }
-        return _checked(PartRecord(tuple(world["ranks"]), world["size"], world["structure"], slices, manifest))
-    except (AttributeError, LookupError, TypeError, ValueError) as err:
-        raise CorruptError(f"the manifest of {manifest.info.id} is not of some of several ranks: {err}") from err
+    with reading(f"the manifest of {manifest.info.id} is not of some of several ranks"):
+        return _part(manifest, manifest.world)
 
 
 def no_part(snapshot: str, why: str, run: str, ranks: RankConfig) -> PartRecord:
@@ -163,33 +158,26 @@ def decode(data: bytes, where: str) -> PartRecord:
     manifest = manifest_codec.decode(data, is_part=True)
     if manifest.info.partial is not None:
         return of_manifest(manifest)
-    world = manifest.world
-    try:
+    with reading(f"{where} is no part record"):
+        world = manifest.world
         slices = {
-            entry: Slices(tuple(whole), ((start, len(manifest.entries[entry].pieces)),))
+            entry: (whole, [(start, len(manifest.entries[entry].pieces))])
             for entry, (start, whole) in world["slices"].items()
         }
-        place = tuple(world.get("place", ()))
-        return _checked(
-            PartRecord(
-                (world["rank"],), world["size"], world["structure"], slices, manifest, world.get("cancelled"), place
-            )
-        )
-    except (AttributeError, LookupError, TypeError, ValueError) as err:
-        raise CorruptError(f"{where} is no part record: {err}") from err
+        return _part(manifest, {**world, "ranks": [world["rank"]], "slices": slices})
 
 
-def _checked(part: PartRecord) -> PartRecord:
-    """The same, if its ranks are some of those that there are, and its slices those of its entries.
+def _part(manifest: Manifest, world: Mapping[str, Any]) -> PartRecord:
+    """What `world` says of a part, if its ranks are some of those that there are, and its slices those of its entries.
 
     Raises:
         LookupError, ValueError: they are not.
     """
-    require(all(is_whole(rank, 0, part.size - 1) for rank in (*part.ranks, *part.place)), "bad ranks")
-    require(list(part.ranks) == sorted(set(part.ranks)) != [], "bad ranks")
-    require(type(part.structure) is str and type(part.cancelled or "") is str, "something is no text")
+    part = msgspec.convert({**world, "manifest": manifest}, PartRecord)
+    is_ordered = list(part.ranks) == sorted(set(part.ranks)) != []
+    require(is_ordered and max(0, *part.ranks, *part.place) < part.size, "bad ranks")
     for name, one in part.slices.items():
-        require(is_shape(one.whole) and all(map(are_sizes, one.runs)), f"bad slice of {name!r:.80}")
+        require(is_shape(one.whole), f"bad slice of {name!r:.80}")
         pieces = len(part.manifest.entries[name].pieces)
         require(sum(count for _, count in one.runs) == pieces, f"the slices of {name!r:.80} are not its pieces")
     return part
@@ -230,8 +218,8 @@ def by_snapshot(listed: Iterable[ObjectInfo]) -> dict[str, set[int]]:
 
 
 def remove(storage: Storage, snapshot: str, ranks: Collection[int]) -> None:
-    """Remove part records; what they say is in a manifest, or not needed."""
-    storage.delete(*(names.part_name(snapshot, rank) for rank in ranks))
+    """Remove part records, where that is allowed; what they say is in a manifest, or not needed."""
+    tidy(storage, *(names.part_name(snapshot, rank) for rank in ranks))
 
 
 def merge(parts: Sequence[PartRecord]) -> Manifest:

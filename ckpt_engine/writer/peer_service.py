@@ -29,10 +29,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, WriterError
+from ckpt_engine.observe.number_types import Size
 from ckpt_engine.store.container import digest
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.channel import decode, encode
@@ -74,28 +75,12 @@ class PeerShare:
         nbytes: bytes of the data file.
     """
 
-    rank: int
+    rank: Size
     snapshot: str
     part: str
     record: str
     file: str
-    nbytes: int
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> PeerShare:
-        """The inverse of `dataclasses.asdict`, for what is among other things.
-
-        Raises:
-            LookupError, TypeError, ValueError: `said` is no description.
-        """
-        return cls(
-            int(said["rank"]),
-            str(said["snapshot"]),
-            str(said["part"]),
-            str(said["record"]),
-            str(said["file"]),
-            int(said["nbytes"]),
-        )
+    nbytes: Size
 
     def decoded(self) -> PartRecord:
         """Its part record.
@@ -121,12 +106,12 @@ def verify(share: PeerShare, image: memoryview) -> None:
                 raise CorruptError(f"{name!r} of the share of rank {share.rank} does not match its digest")
 
 
+@dataclass(eq=False)
 class _Seal:
     """Makes the tags of one direction of a connection: each is good for one frame, at one place."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._count = 0
+    _key: bytes
+    _count: int = field(default=0, init=False)
 
     def tag(self, kind: bytes, body: bytes | memoryview) -> bytes:
         """Of the next frame."""

@@ -88,14 +88,13 @@ class Peers:
         self._lead: tuple[str, int] | None = None
         self._line: PeerConnection | None = None
         self._mirrored: dict[str, set[int]] = {}
-        self._lock = threading.Lock()
         rate = ranks.mirror_bytes_per_second
         self._throttle = Throttle(rate) if rate is not None else None
         self._changed = threading.Condition()
         self._next: StagedJob | None = None
         self._keepers: dict[int, _Keeper] = {}
-        self._closed = self._failed = False
-        self._pause = threading.Event()
+        self._failed = False
+        self._closed = threading.Event()
         self._fd, self._nbytes = -1, 0
         self._mirror = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
         # All ranks tell rank 0's writer what was kept.
@@ -141,12 +140,11 @@ class Peers:
     def close(self) -> None:
         """Send nothing more, and serve nothing. Idempotent; waits a little for what is being sent."""
         with self._changed:
-            self._closed = True
+            self._closed.set()
             order, self._next = self._next, None
             self._changed.notify()
         if order is not None:
             order.release()
-        self._pause.set()
         if self._keepers:
             self._mirror.join(_END_SECONDS)
         line, self._line = self._line, None
@@ -221,7 +219,7 @@ class Peers:
                 return
 
     def _count(self, snapshot: str, rank: int) -> None:
-        with self._lock:
+        with self._changed:
             ranks = self._mirrored.setdefault(snapshot, set())
             ranks.add(rank)
             whole = len(ranks) == self._ranks.size
@@ -253,7 +251,7 @@ class Peers:
 
     def _take(self) -> StagedJob | None:
         with self._changed:
-            while self._next is None and not self._closed:
+            while self._next is None and not self._closed.is_set():
                 self._changed.wait(_IDLE_SECONDS)
             order, self._next = self._next, None
             return order
@@ -319,4 +317,4 @@ class Peers:
 
     def _pace(self, nbytes: int) -> None:
         if self._throttle is not None and (seconds := self._throttle(nbytes)):
-            self._pause.wait(seconds)
+            self._closed.wait(seconds)

@@ -45,6 +45,7 @@ from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
+from ckpt_engine.writer.mend_damage import mend_damage
 from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
@@ -96,7 +97,7 @@ class Persister:
         """The newest snapshot when retention had to spare one that was being copied."""
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
-        self._opened = self._joins_later = self._finishing = self._stopped = False
+        self._opened = self._finishing = self._stopped = False
         self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
@@ -142,7 +143,11 @@ class Persister:
             repository = Repository(storage)
             if ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            repository = self._join_run(repository, secondary)
+            if secondary is None:  # the trainer does not wait for other tiers to say which run this is
+                repository.create_if_absent()
+            else:
+                repository = secondary.join_run(repository, say=True)
+                secondary.start()
             self._secondary = secondary
             self.first_seq = repository.next_seq()
             self.history = history_of(repository)
@@ -175,17 +180,6 @@ class Persister:
             self.run = RunText.of(repository)
         self._opened = True
         self._ids.begin(0)
-
-    def _join_run(self, repository: Repository, secondary: SecondaryTiers | None) -> Repository:
-        """Make the nearest tier a place of the run."""
-        if secondary is None:
-            # The trainer does not wait for other tiers to say which run this is.
-            self._joins_later = bool(self._config.tiers) and not repository.ids()
-            repository.create_if_absent()
-            return repository
-        repository = secondary.join_run(repository, say=True)
-        secondary.start()
-        return repository
 
     def _recover(self, repository: Repository, ranks: RankConfig) -> SessionSnapshots:
         """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
@@ -293,11 +287,12 @@ class Persister:
             return
         if self._finishing:
             secondary.finish()
-        if self._joins_later:
+        joins = self.history is None  # it has no snapshots that say which run this is
+        if joins:
             secondary.survey()
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
         repository = self._lane.call(partial(secondary.join_run, Repository(storage)))
-        if self._joins_later:
+        if joins:
             self._primary.settle_at(repository)
             if self._config.memory:
                 self.run = secondary.run
@@ -373,19 +368,22 @@ class Persister:
             return False
 
     def look(self) -> There:
-        """See `crash_recovery.ShareBoard`, as of the three that follow."""
+        """Who has left which share at the nearest tier. Raises `CkptError`, like the three that follow."""
         return self._lane.call(self._primary.shares)
 
     def exists(self, snapshot: str) -> bool:
+        """Whether the snapshot of all ranks is committed there."""
         return self._lane.call(partial(self._primary.has, snapshot))
 
     def leave(self, order: StagedJob) -> None:
+        """Make a share durable, and say so; only that again if it was left before."""
         staged = order.staged(order.snapshot or "")
         event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
         if not self._config.ranks.leads:
             self._emit_event(event)
 
     def commit(self, order: StagedJob) -> bool:
+        """All shares of a snapshot are there: make it exist; False: they make none."""
         snapshot = order.snapshot or ""
         if not self._lane.call(partial(self._primary.commit_shares, snapshot)):
             return False
@@ -396,11 +394,14 @@ class Persister:
         return True
 
     def _learn(self, job: PersistJob) -> None:
-        self._primary.learn(job.line, job.common, job.lacked, job.damaged)
+        damaged = self._primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
+            if damaged:
+                work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._emit_event)
+                threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
 
     def _committed(self, snapshot: str) -> None:
         self.rows.committed()

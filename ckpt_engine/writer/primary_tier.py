@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
-from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
+from ckpt_engine.copy.make_room import collect, make_room, prune, shortage, where_permitted
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone, read_back
 from ckpt_engine.copy.write_snapshot import ALONE, CommitStrategy, RawContents, Staged, write_snapshot
@@ -40,12 +40,14 @@ from ckpt_engine.store.lease_holder import Lease, LeaseHolder, ProcessIdentity
 from ckpt_engine.store.lock_scope import lockable
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.object_lease import LOOK_SECONDS, Record
+from ckpt_engine.store.protection import begin
 from ckpt_engine.store.repository import Repository, lacking
 from ckpt_engine.store.retention import RESERVE_BYTES
 from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader
+from ckpt_engine.undo import on_failure
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
 from ckpt_engine.writer.freshness import Freshness
@@ -106,15 +108,13 @@ class PrimaryTier:
         self._has_limits = Retention.of(policy).limits != ByteLimits()
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
-        folder = repository.storage.capabilities.locks
-        self._device = None if folder is None else device_of(folder.root)
+        self._device = device_of(folder.root) if (folder := repository.storage.capabilities.locks) else None
         self._progress = aside.waiting
         self._emit = emit
         self._made_room = made_room
         self._codec = config.codec
         self._aside = aside
-        self._drafts_fail = False
-        self._swept = self._warned = self._gives_way = False
+        self._drafts_fail = self._swept = self._warned = self._gives_way = False
         self._ranks = ranks
         self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}
@@ -147,15 +147,23 @@ class PrimaryTier:
         self._run = None if self._lease is None else RunText.of(repository)
         self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
+        days = Retention.of(self._policy).protect_days
+        if self._lease is not None and days + repository.require_record().protect_days:
+            begin(repository, days, self._notice)
 
-    def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> None:
+    def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> set[str]:
         """What is written next is of this line, refers to no damaged file, and all nodes have this snapshot: what is
         older is not what a lost common one would be missed for, and what some node lacks is not either.
+
+        Returns:
+            The damaged files that were not known to be so.
         """
+        unknown = set(damaged) - self._repository.damaged
         self._line = line
         self._repository.damaged.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
+        return unknown
 
     def _unsure(self) -> dict[str, str]:
         """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
@@ -332,8 +340,9 @@ class PrimaryTier:
             return
         self._swept = True
         try:
-            for event in collect(self._repository, self._lease, in_flight=self._finish.in_flight).events(self._url):
-                self._emit(event)
+            with where_permitted(self._repository, self._notice):
+                for event in collect(self._repository, self._lease, in_flight=self._finish.in_flight).events(self._url):
+                    self._emit(event)
         except AbandonedError:
             self._swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
@@ -350,24 +359,21 @@ class PrimaryTier:
             return
         assert self._lease is not None
         try:
-            pruned = prune(
-                self._repository,
-                self._lease,
-                self._policy,
-                line=self._line,
-                protected={**protected, **self._unsure()},
-                verified=(newest,),
-                in_flight=self._finish.in_flight,
-                tidy=self._finish.is_shared,  # others leave what this writer does not know of
-            )
-        except AbandonedError:
-            return
+            with suppress(AbandonedError), where_permitted(self._repository, self._notice):
+                for event in prune(
+                    self._repository,
+                    self._lease,
+                    self._policy,
+                    line=self._line,
+                    protected={**protected, **self._unsure()},
+                    verified=(newest,),
+                    in_flight=self._finish.in_flight,
+                    tidy=self._finish.is_shared,  # others leave what this writer does not know of
+                ).events(self._url):
+                    self._emit(event)
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
             self._swept = False
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
-            return
-        for event in pruned.events(self._url):
-            self._emit(event)
 
     def _look_back(self) -> None:
         """Report what is stale in the newest snapshot, and a piece that is not as it was written; once."""
@@ -418,8 +424,7 @@ class PrimaryTier:
             if self._run is None or self._acquire is None:
                 raise
             storage = self._repository.storage
-            with suppress(CkptError, OSError):  # whatever it was, it is lost
-                self._lease.release()
+            self._let_go()
             self._progress.moved(LEASE_SECONDS)
             removed, folder = Repository(storage).record() is None, storage.capabilities.locks
             if removed and folder is not None and device_of(folder.root) != self._device:
@@ -428,18 +433,19 @@ class PrimaryTier:
                     hint="mount the disk again: the next snapshot goes there",
                 ) from None
             self._lease = self._acquire()
-            try:
+            with on_failure(self._let_go):  # kept, it would look as if all of this were done
                 self.settle_at(adopt_run(self._run, storage))
-            except BaseException:
-                with suppress(CkptError, OSError):  # kept, it would look as if all of this were done
-                    self._lease.release()
-                raise
             if removed:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
             else:
                 self._notice(f"{self._url} was replaced while it was written: snapshots go to what is there now")
+
+    def _let_go(self) -> None:
+        """Give back a lease that is lost, or of no use: whatever comes of it."""
+        with suppress(CkptError, OSError):
+            self.release()
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._swept = False

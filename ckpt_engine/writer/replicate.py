@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ckpt_engine.copy.transfer import CopySourceError
@@ -42,6 +43,7 @@ class TierLeftError(StorageStalledError):
     """The attempt hung in the tier itself while all ended, and was left behind."""
 
 
+@dataclass(eq=False)
 class CopyThrottle(Meter):
     """Where the bytes of one tier pass: at its bandwidth, and not after `stop` or `drop`.
 
@@ -51,11 +53,10 @@ class CopyThrottle(Meter):
 
     slice_bytes = SLICE_BYTES
 
-    def __init__(self, throttle: Throttle | None) -> None:
-        self._throttle = throttle
-        self.shut = threading.Event()
-        self.is_stopped = False
-        """Whether `stop` was called."""
+    _throttle: Throttle | None
+    shut: threading.Event = field(default_factory=threading.Event, init=False)
+    is_stopped: bool = field(default=False, init=False)
+    """Whether `stop` was called."""
 
     def wait(self, nbytes: int) -> float:
         """See `Meter`.

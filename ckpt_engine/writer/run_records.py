@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import CkptError, StorageStalledError
@@ -21,8 +20,9 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     TierRecovered,
 )
+from ckpt_engine.observe.number_types import Seconds, Size
 from ckpt_engine.observe.units import count, first, size
-from ckpt_engine.store import json_checks, names
+from ckpt_engine.store import names
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
@@ -54,12 +54,12 @@ class TierStatus:
     state: str
     newest: str | None = None
     copying: str | None = None
-    waiting: int = 0
-    waiting_bytes: int = 0
-    sent_bytes: int = 0
+    waiting: Size = 0
+    waiting_bytes: Size = 0
+    sent_bytes: Size = 0
     code: str | None = None
     message: str | None = None
-    since: float = 0.0
+    since: Seconds = 0.0
     encoding: str | None = None
 
 
@@ -139,9 +139,9 @@ class Unfinished:
 class WriterStatus:
     """A writer and its tiers, nearest first. `written` is wall-clock seconds; `ended`: it is no longer there."""
 
-    pid: int
+    pid: Size
     host: str
-    written: float
+    written: Seconds
     ended: bool
     tiers: tuple[TierStatus, ...]
 
@@ -235,33 +235,4 @@ def parse_status(text: bytes, where: str) -> WriterStatus:
     Raises:
         CorruptError: it is none.
     """
-
-    def made(row: dict[str, Any]) -> WriterStatus:
-        tiers = tuple(_checked(TierStatus(**known_fields(TierStatus, tier))) for tier in row.pop("tiers"))
-        return _checked(WriterStatus(**known_fields(WriterStatus, row), tiers=tiers))
-
-    return parsed(text, where, made, "remove it: a running writer writes it again")
-
-
-def known_fields(kind: type, row: dict[str, Any]) -> dict[str, Any]:
-    """What this version knows of `row`: a newer writer may say more."""
-    names = {one.name for one in dataclasses.fields(kind)}
-    return {name: value for name, value in row.items() if name in names}
-
-
-_Status = TypeVar("_Status", TierStatus, WriterStatus)
-
-
-def _checked(row: _Status) -> _Status:
-    """The same, if every field is of its type; they have those of JSON."""
-    for one in dataclasses.fields(row):
-        value, kind = getattr(row, one.name), str(one.type)
-        fits = {
-            "str": type(value) is str,
-            "str | None": value is None or type(value) is str,
-            "int": json_checks.is_whole(value),
-            "float": json_checks.is_time(value),
-            "bool": type(value) is bool,
-        }
-        json_checks.require(fits.get(kind, True), f"{one.name!r} is of another type, or out of range")
-    return row
+    return parsed(text, where, WriterStatus, "remove it: a running writer writes it again")

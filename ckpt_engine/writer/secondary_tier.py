@@ -15,7 +15,7 @@ from functools import partial
 from ckpt_engine.copy.codec_selector import AUTO, CodecSelector, EncodeStats
 from ckpt_engine.copy.encoded_copy import encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
-from ckpt_engine.copy.make_room import Collected, Pruned, collect, make_room, prune
+from ckpt_engine.copy.make_room import Collected, Pruned, collect, make_room, prune, where_permitted
 from ckpt_engine.copy.transfer import (
     Copied,
     CopySourceError,
@@ -44,8 +44,9 @@ from ckpt_engine.store.branches import branch_id
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
+from ckpt_engine.store.protection import begin
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention_rules import KeepAll, policy_from
+from ckpt_engine.store.retention_rules import KeepAll, Retention, policy_from
 from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import ResponsivenessProbe, StuckCallRunner, WatchedSource
@@ -166,7 +167,8 @@ class SecondaryTier:
         more = self._copy_newest()
         if not self._swept and self._held is not None:
             self._swept = True
-            self._tell(collect(*self._held, in_flight=[info.id for info in self.waiting]))
+            with where_permitted(self._held[0], self._say):
+                self._tell(collect(*self._held, in_flight=[info.id for info in self.waiting]))
         return more
 
     def _copy_newest(self) -> bool:
@@ -311,6 +313,7 @@ class SecondaryTier:
             lease = acquire(self.places.plain, self._holder)
             with on_failure(lease.release):
                 repository = adopt_run(self.run, self.places.copies)
+                begin(repository, Retention.of(self._policy).protect_days, self._say)
                 completed = self._gather.begin(repository) if self._gather is not None else ()
             self._held = repository, lease
             for snapshot in completed:
@@ -419,12 +422,12 @@ class SecondaryTier:
             return
         keeping = [info.id for info in self.waiting]
         try:
-            with self._guarded():
-                pruned = prune(repository, lease, self._policy, line=self.line, verified=(newest,), in_flight=keeping)
+            with self._guarded(), where_permitted(repository, self._say):
+                self._tell(
+                    prune(repository, lease, self._policy, line=self.line, verified=(newest,), in_flight=keeping)
+                )
         except CkptError as err:
             self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
-        else:
-            self._tell(pruned)
         self._unpruned = False
 
     @contextmanager

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ckpt_engine.copy.job import RankConfig, WriterConfig
+from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, reading_source
 from ckpt_engine.errors import (
     CkptError,
@@ -381,6 +381,7 @@ def surveyed(storage: Storage) -> Survey | None:
 class NodeMemberTier(SecondaryTier):
     """Has no lease and no retention there: that is rank 0's. It looks more often while it has something that is due."""
 
+    _gather: Gather
     _pause = _DUE_LOOKS.first_seconds
     _last_seq = -1
     _was_held = False
@@ -388,7 +389,7 @@ class NodeMemberTier(SecondaryTier):
 
     def advance(self) -> bool:
         self.copies.progress.moved()
-        size = self._ranks().size  # what other numbers of ranks have saved is not asked for
+        size = self._gather.ranks.size  # what other numbers of ranks have saved is not asked for
         with reading_source():
             infos = self._nearer[0].repository.list()
         near = {one.id: one for one in infos if one.partial is not None and one.partial.size == size}
@@ -434,9 +435,9 @@ class NodeMemberTier(SecondaryTier):
         """Do what is asked for; False: that is done, or what is asked for may still come."""
         info = near.get(asked.id)
         if info is None:
-            later = names.session_id(self._ranks().session, asked.seq, asked.step) == asked.id
+            later = names.session_id(self._gather.ranks.session, asked.seq, asked.step) == asked.id
             gone = not later or (newest is not None and newest.seq > asked.seq)
-            if gone and self._ranks().rank not in answered:
+            if gone and self._gather.ranks.rank not in answered:
                 self._decline(asked.id, "it is not on its node", target)
             return False
         assert info.partial is not None
@@ -455,13 +456,9 @@ class NodeMemberTier(SecondaryTier):
         return True
 
     def _decline(self, snapshot: str, why: str, target: Repository) -> None:
-        part = part_records.no_part(snapshot, why, target.run_id, self._ranks())
+        part = part_records.no_part(snapshot, why, target.run_id, self._gather.ranks)
         with suppress(StorageExistsError):
             part_records.put(target.storage, part)
-
-    def _ranks(self) -> RankConfig:
-        assert self._gather is not None
-        return self._gather.ranks
 
     def _look_later(self, *, due: bool) -> None:
         self.next_look_seconds = self._pause

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,25 +55,15 @@ class PeerWatch:
     """Notices the end of the process at the other end of a socket, even if a fork of it holds the socket open."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.pid = unix_sockets.peer_of(sock)[0]
-        self.gone = False
-        self.fd = pidfd_of(self.pid)
+        self._pid = unix_sockets.peer_of(sock)[0]
+        self.fd = pidfd_of(self._pid)
         """Readable once the process has ended; None where the kernel offers no pidfd, or the process is gone."""
-        self.look(())
-
-    def look(self, ready: Container[int]) -> None:
-        """Update `gone`, given the descriptors a selector found readable."""
-        if self.fd is not None:
-            self.gone = self.gone or self.fd in ready
-        else:
-            self.gone = self.gone or not Path(f"/proc/{self.pid}").exists()
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended, or does so within `timeout` seconds. Any thread; leaves `gone` as it is.
-
-        Where there is no pidfd that is only known once `gone` is true.
-        """
-        return self.gone if self.fd is None else bool(readable(timeout, self.fd))
+        """Whether it has ended, or, where there is a pidfd, does so within `timeout` seconds. Any thread."""
+        if self.fd is None:
+            return not Path(f"/proc/{self._pid}").exists()
+        return bool(readable(timeout, self.fd))
 
 
 class Serving:
@@ -103,7 +92,7 @@ class Serving:
         try:
             self._attend()
             # One that lives and has hung up tells nothing of its memory any more.
-            self._read_all = self._peer.gone or self._left
+            self._read_all = self._left or self._peer.ended()
         except WriterError as err:
             _complain(str(err))
             self._status = EXIT_BROKEN
@@ -125,16 +114,16 @@ class Serving:
         """
         deadline = time.monotonic() + START_SECONDS
         fds = () if self._peer.fd is None else (self._peer.fd,)
-        while not self._peer.gone:
+        while True:
             behind = [self._behind.popleft() for _ in range(len(self._behind))]
             # What the trainer sent before its end counts: it is read after the look at that.
-            received, is_open, ready = self._channel.exchange(0.0 if behind else _LOOK_SECONDS, *fds)
-            self._peer.look(ready)
+            gone = self._peer.ended()
+            received, is_open, _ = self._channel.exchange(0.0 if behind or gone else _LOOK_SECONDS, *fds)
             for item in received:
                 self._take(item)
             for one in behind:
                 one.set()
-            if not is_open:
+            if gone or not is_open:
                 return
             if self._queue is None and time.monotonic() > deadline:
                 raise WriterError(f"the trainer did not say what to write within {START_SECONDS:.0f} s")
@@ -175,11 +164,13 @@ class Serving:
     def _begin(self, body: Body) -> None:
         # Where the trainer finds packages that are not installed for this interpreter; our own folders come first.
         sys.path += [folder for folder in body["path"] if folder not in sys.path]
-        from ckpt_engine.copy.job import config_from_json
+        import msgspec
+
+        from ckpt_engine.copy.job import WriterConfig
         from ckpt_engine.writer.control import ControlHandlers
         from ckpt_engine.writer.job_queue import JobQueue
 
-        self._config = config = config_from_json(body["config"])
+        self._config = config = msgspec.convert(body["config"], WriterConfig)
         # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
         os.nice(_NICE)
         self._queue = JobQueue(config, self._channel.send, self._queue_ended, self._listen, self._poke, self._caught_up)

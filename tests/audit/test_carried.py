@@ -233,6 +233,23 @@ def test_a_carry_keeps_its_values() -> None:
     assert other.hidden.tolist() == [1.0, 1.0]
 
 
+def test_a_trained_tensor_of_a_carry_stays_the_one_that_its_optimizer_has() -> None:
+    """A temperature that is learned beside the model: the steps after a resume are seen in the carry."""
+    carry = Carry(alpha=torch.zeros(1, requires_grad=True), last=None)
+    alpha = carry.alpha
+    optimizer = torch.optim.SGD([alpha], lr=1.0)
+    carry.load_state_dict({"alpha": torch.full((1,), 5.0), "last": torch.ones(2)})
+    carry.alpha.sum().backward()
+    optimizer.step()
+    assert carry.alpha is alpha and carry.alpha.tolist() == [4.0] and carry.last.tolist() == [1.0, 1.0]
+    carry.layers = layers = [torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)]
+    both = list(layers)
+    carry.load_state_dict({"alpha": torch.ones(1), "layers": [torch.ones(2), torch.ones(1)]})
+    assert carry.layers[0] is both[0] and carry.layers[1] is both[1] and both[0].tolist() == [1.0, 1.0]
+    carry.load_state_dict({"alpha": torch.ones(3)})  # of another shape
+    assert carry.alpha.tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_variable_that_a_carry_has_too_is_not_named(saves: bool) -> None:
     """A loop may go on with its own names, and hand their values over before the step ends."""

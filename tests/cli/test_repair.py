@@ -1,4 +1,5 @@
-"""`ckpt repair`: damaged files are replaced by the same bytes from another place, and by nothing else."""
+"""`ckpt repair`, `ckpt scrub` and a run that trains replace damaged files by the same bytes from another place, and by
+nothing else."""
 
 # ruff: noqa: F811 - fixtures are imported
 
@@ -10,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.cli import repair
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
+from ckpt_engine.store.storage.base import Throttle
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
 from tests.snapshot.passage import same
@@ -30,6 +35,16 @@ Ckpt = Callable[..., Any]
 WAIT_SECONDS = 60.0
 FIRST_CALL, EVERY_CALL = 5, 23
 """Of the calls to the disk, those before which the command is killed."""
+MORTAL_SCRUB = """
+import sys
+from ckpt_engine.tools import verified_files
+verified_files.PUT_SECONDS = 0.0
+from tests.cli.mortal import die_at
+from ckpt_engine.cli.main import main
+die_at(int(sys.argv[1]))
+main(sys.argv[2:])
+"""
+"""A scrub that notes each file at once, and is killed before one of its calls to the disk."""
 
 
 def state(step: int) -> dict[str, Any]:
@@ -92,6 +107,10 @@ def truncate(path: Path) -> None:
 
 def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
+
+
+def header_of_another(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"frozen1", b"frozen9", 1))
 
 
 @pytest.mark.parametrize(("named", "damage"), [("tiers", truncate), ("from", zero)])
@@ -201,6 +220,46 @@ def test_a_copy_in_another_form_is_decoded(ckpt: Ckpt, tmp_path: Path, codec: st
     assert back.code == 1 and f"model/w: {lost}" in back.out
 
 
+def test_truncated_files_are_mended_from_a_copy_in_another_form(ckpt: Ckpt, tmp_path: Path) -> None:
+    """What is left has the header and some tensors, and the others are decoded."""
+    train([{"url": str(tmp_path / "near")}, {"url": str(tmp_path / "far"), "codec": "delta"}])
+    near, far = Place(tmp_path / "near"), Place(tmp_path / "far")
+    for name in near.was:
+        if name.startswith(names.DATA):
+            truncate(near.root / name)
+    assert ckpt("repair", near.root, "--from", far.root).code == 0
+    assert near.files() == near.was and far.files() == far.was
+
+
+@pytest.mark.parametrize("damage", [truncate, header_of_another])
+def test_two_damaged_copies_of_a_file_make_a_whole_one(
+    ckpt: Ckpt, pair: tuple[Place, Place], damage: Callable[[Path], object]
+) -> None:
+    """The other place has the size and the header, and lacks a tensor that this one has."""
+    near, far = pair
+    damage(near.root / far.flip(far.ids[0], "model/frozen0"))
+    hurt = far.files()
+    assert ckpt("repair", near.root, "--from", far.root).code == 0
+    assert near.files() == near.was and far.files() == hurt
+
+
+def test_a_fork_does_not_get_the_manifest_of_its_origin(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
+    """The snapshot has the same name in both, and a manifest says whose run it is; data files are the same ones."""
+    near, _ = pair
+    assert ckpt("fork", f"{near.root}#2", tmp_path / "fork").code == 0
+    fork = Place(tmp_path / "fork")
+    shared = fork.flip(fork.ids[0], "model/frozen1")
+    zero(fork.root / names.manifest_name(fork.ids[0]))
+    hurt = fork.files()
+    result = ckpt("repair", fork.root, "--from", near.root)
+    assert result.code == 1 and "mended" not in result.out and fork.files() == hurt
+    (fork.root / names.manifest_name(fork.ids[0])).write_bytes(fork.was[names.manifest_name(fork.ids[0])])
+    near_hurt = near.files()[shared]
+    assert near_hurt != near.was[shared]  # a hard link
+    assert ckpt("repair", near.root, "--from", tmp_path / "far").code == 0 and near.files() == near.was
+    assert ckpt("repair", fork.root, "--from", near.root).code == 0 and fork.files() == fork.was
+
+
 def test_a_bucket_mends_a_disk_and_the_other_way(ckpt: Ckpt, tmp_path: Path, moto: S3Server, bucket: str) -> None:
     """A real S3 server is the other tier."""
     far = {"url": f"s3://{bucket}/run", "storage_options": moto.options()}
@@ -246,3 +305,139 @@ def test_kills_in_the_middle_of_a_repair_lose_nothing(ckpt: Ckpt, pair: tuple[Pl
     assert len(kills) > 4 and {0, len(bad)} < set(kills)  # in the middle, too
     with Checkpointer(str(near.root)) as run:
         assert same(run.load(), state(3))
+
+
+def test_a_scrub_mends_and_says_so_with_exit_code_0(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
+    """What is damaged at each place; a read-only scrub names it, ends with 1 and writes nothing."""
+    near, far = pair
+    damaged = [near.flip(near.ids[0], "model/frozen1"), far.flip(far.ids[-1], "model/w")]
+    zero(near.root / names.manifest_name(near.ids[1]))
+    hurt = near.files()
+    tried = ckpt("scrub", tmp_path / "c.yaml", "--dry-run")
+    assert tried.code == 1 and near.files() == hurt
+    assert not (near.root / names.SCRUB).exists() and not (far.root / names.SCRUB).exists()
+    done = ckpt("scrub", tmp_path / "c.yaml")
+    assert (done.code, done.err) == (0, "")
+    assert all(f"{name}  mended from" in done.out for name in damaged)
+    assert near.files() == far.files() == near.was
+    assert ckpt("verify", tmp_path / "c.yaml").code == 0
+    found = ckpt("scrub", near.root, "--json").json
+    assert (found["ok"], found["mended"], found["dry_run"]) == (True, [], False)
+
+
+def test_a_scrub_leaves_out_what_was_found_whole_within_the_given_time(
+    ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is new, damaged or gone is seen all the same; without --every, and when the time is over, all is read."""
+    near, _ = pair
+
+    def read_bytes(*options: object) -> int:
+        found = ckpt("scrub", near.root, "--json", *options).json
+        assert found["ok"]
+        return sum(one["read_bytes"] for one in found["snapshots"])
+
+    whole = read_bytes("--every", "7d")
+    assert whole > 0 and read_bytes("--every", "7d") == 0 and read_bytes() == whole
+    assert read_bytes("--every", "7d") == 0
+    later = time.time() + 8 * 86_400.0
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert read_bytes("--every", "7d") == whole
+    monkeypatch.undo()
+    assert read_bytes("--every", "7d") == whole  # a time that has not come yet does not count
+    train([{"url": str(near.root)}, {"url": str(tmp_path / "far")}], steps=1)
+    assert 0 < read_bytes("--every", "7d") < whole
+    near.was = near.files()
+    gone, short, *_ = sorted((near.root / names.DATA).iterdir())
+    gone.unlink()
+    truncate(short)
+    found = ckpt("scrub", near.root, "--every", "7d", "--from", tmp_path / "far")
+    assert found.code == 0 and near.files() == near.was
+
+
+def test_a_damaged_record_only_makes_a_scrub_read_more(ckpt: Ckpt, pair: tuple[Place, Place]) -> None:
+    """`ckpt verify` names it, and the next scrub writes it again."""
+    near, _ = pair
+    assert ckpt("scrub", near.root).code == 0
+    (near.root / names.SCRUB).write_text((near.root / names.SCRUB).read_text().replace("data/", "dato/", 1))
+    named = ckpt("verify", near.root)
+    assert named.code == 1 and f"{names.SCRUB}  DAMAGED" in named.out and "the next scrub reads everything" in named.out
+    found = ckpt("scrub", near.root, "--every", "7d", "--json").json
+    assert found["ok"] and sum(one["read_bytes"] for one in found["snapshots"]) > 0
+    assert ckpt("verify", near.root).code == 0
+
+
+def test_a_scrub_waits_for_its_rate(ckpt: Ckpt, pair: tuple[Place, Place], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit takes every byte that is read, at the rate that is given."""
+    near, _ = pair
+    rates, taken = list[float](), list[int]()
+
+    class Watched(Throttle):
+        def __init__(self, bytes_per_second: float) -> None:
+            super().__init__(bytes_per_second)
+            rates.append(bytes_per_second)
+
+        def __call__(self, nbytes: int) -> float:
+            taken.append(nbytes)
+            return super().__call__(nbytes)
+
+    monkeypatch.setattr(repair, "Throttle", Watched)
+    found = ckpt("scrub", near.root, "--rate", "50MB/s", "--json").json
+    assert rates == [50e6] and sum(taken) == sum(one["read_bytes"] for one in found["snapshots"]) > 0
+    assert "--rate" in ckpt("scrub", near.root, "--rate", "fast").err
+
+
+def test_a_scrub_of_a_run_that_is_being_written_names_what_is_damaged(
+    ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path
+) -> None:
+    """It reads, mends nothing, and says who writes the run."""
+    near, _ = pair
+    name = near.flip(near.ids[0], "model/frozen1")
+    with acquire(open_storage(str(near.root))):
+        held = ckpt("scrub", tmp_path / "c.yaml")
+    assert held.code == 2 and "is being written by" in held.err
+    assert f"model/frozen1: {name}" in held.out and "mended from" not in held.out
+
+
+@pytest.mark.timeout(300)
+def test_a_scrub_that_is_killed_continues_where_it_was(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
+    """Wherever it is killed, no file is half mended, and the next one reads only what was not found whole yet."""
+    near, far = pair
+    near.flip(near.ids[-1], "model/w")
+    shutil.copytree(near.root, tmp_path / "hurt")
+    hurt, scrub, read = near.files(), ["scrub", str(near.root), "--from", str(far.root)], list[int]()
+    for call in range(FIRST_CALL, 10_000, EVERY_CALL):
+        command = [sys.executable, "-c", MORTAL_SCRUB, str(call), *scrub]
+        process = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False)
+        assert process.returncode in (0, -signal.SIGKILL), process.stderr.decode()
+        there = near.files()
+        assert all(there[name] in (hurt[name], near.was[name]) for name in near.was) and far.files() == far.was
+        left = ckpt(*scrub, "--every", "1d", "--json", "--dry-run").json["snapshots"]
+        read.append(sum(one["read_bytes"] for one in left))
+        assert ckpt(*scrub, "--every", "1d").code == 0
+        assert near.was.items() <= near.files().items()
+        if process.returncode == 0:
+            break
+        shutil.rmtree(near.root)
+        shutil.copytree(tmp_path / "hurt", near.root)
+    assert read[-1] == 0 and len(set(read)) > 3, read
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_a_run_mends_its_nearest_tier_while_it_trains(
+    pair: tuple[Place, Place], writer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume goes around the damage, and the writer of the next snapshot mends it under the lease that it has."""
+    near, far = pair
+    name = near.flip(near.ids[-1], "model/w")
+    tiers = [{"url": str(near.root)}, {"url": str(far.root)}]
+    options = {"tiers": tiers, "keep": {"last": 9}, "writer": writer, "wait_at_end": WAIT_SECONDS}
+    caplog.set_level("INFO", "ckpt_engine")
+    with Checkpointer(options) as run:
+        assert same(run.load(), state(3))
+        run.save(state(4), step=4).wait(WAIT_SECONDS)
+        deadline, pause = time.monotonic() + WAIT_SECONDS, threading.Event()
+        while near.files()[name] != near.was[name]:
+            assert time.monotonic() < deadline
+            pause.wait(0.05)
+    assert near.was.items() <= near.files().items() and far.was.items() <= far.files().items()
+    assert f"{name} at {near.root} was damaged and is mended from {far.root}" in caplog.text

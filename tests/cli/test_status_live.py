@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from ckpt_engine import Engine
 from ckpt_engine.tools import live_run
+from tests.writer.staged import WAIT_SECONDS
 from tests.writer.test_memory import attached, logged, trainer
 from tests.writer.test_memory_ends import until
 
@@ -24,8 +26,10 @@ def test_the_writer_says_what_it_has_in_memory(ckpt: Ckpt, tmp_path: Path, monke
     with trainer(root, "wait") as process:
         until("kept", process, root)
         writer = logged(root)["writer"]
-        done = ckpt("status", root)
-        assert done.code == 0, done.err
+        deadline = time.monotonic() + WAIT_SECONDS
+        while "in memory" not in (done := ckpt("status", root)).out:  # it is sent, and the writer may not have read it
+            assert done.code == 0, done.err
+            assert time.monotonic() < deadline, done.out
         line = done.out.splitlines()[-1]
         assert line.startswith(f"its writer is process {writer}; its trainer lives; step 1 is in memory, not durable")
         live = ckpt("status", root, "--json").json["live"]

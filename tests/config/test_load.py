@@ -75,6 +75,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "at_end",
         "wait_at_end",
         "keep",
+        "protect",
         "seal",
         "tiers",
         "preemption",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy.job import WriterConfig, job_to_json
+from ckpt_engine.copy.job import WriterConfig, to_json
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import messages
@@ -59,7 +59,7 @@ class _Session:
         writer.open()
         intake.take(*self._stage.message())
         for step in steps:
-            order = intake.take({"kind": messages.PERSIST, "job": job_to_json(self._stage.job(step))})
+            order = intake.take({"kind": messages.PERSIST, "job": to_json(self._stage.job(step))})
             assert order is not None
             try:
                 writer.persist(order)

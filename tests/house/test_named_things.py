@@ -27,6 +27,8 @@ NOT_OURS = {
     "--ckpt_path",
     "--epochs",
     "--gpus-per-node",
+    "--identity",
+    "--identity_provider",
     "--kill-on-bad-exit",
     "--load_fast",
     "--lr",
@@ -39,6 +41,8 @@ NOT_OURS = {
     "--only",
     "--open-mode",
     "--per_device_train_batch_size",
+    "--private_key",
+    "--public_key",
     "--rdzv-backend",
     "--rdzv-endpoint",
     "--rdzv-id",
@@ -46,10 +50,11 @@ NOT_OURS = {
     "--requeue",
     "--shutdown-timeout",
     "--signal",
+    "--signature",
     "--standalone",
     "--time",
 }
-"""Options of Python, pytest plugins, torchrun, Slurm, TensorBoard, benchmarks, LightningCLI, and a reader's scripts."""
+"""Options of Python, pytest plugins, torchrun, Slurm, TensorBoard, benchmarks, LightningCLI, model_signing, scripts."""
 
 
 @cache

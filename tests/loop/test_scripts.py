@@ -82,6 +82,7 @@ def live(folder: Path, loop: Callable[[Script], None], seed: int = 1, die_at: in
     counted.calls = 0  # type: ignore[attr-defined]
     noise.cache_clear()
     OfClass.history.clear()
+    as_in_a_new_process()
     script = Script(folder, seed, die_at)
     with contextlib.suppress(Killed):
         try:
@@ -417,6 +418,70 @@ def wears_its_rows_off_in_workers(script: Script) -> None:
             script.step(x)
 
 
+def _learn(alpha: torch.Tensor, optimizer: torch.optim.Optimizer, loss: float) -> None:
+    """A step of a tensor that belongs to no module, as a temperature in reinforcement learning."""
+    (alpha.square().sum() * loss + alpha.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Temperature:
+    """Learned beside the model."""
+
+    def __init__(self) -> None:
+        self.alpha = torch.zeros(1, requires_grad=True)
+
+
+def learns_a_variable(script: Script) -> None:
+    alpha = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([alpha], lr=0.1)
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            loss = script.step(x, 1 + alpha.item())
+            _learn(alpha, optimizer, loss)
+
+
+def learns_an_attribute(script: Script) -> None:
+    temperature = Temperature()
+    optimizer = torch.optim.SGD([temperature.alpha], lr=0.1)
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            loss = script.step(x, 1 + temperature.alpha.item())
+            _learn(temperature.alpha, optimizer, loss)
+
+
+ALPHA = torch.zeros(1, requires_grad=True)
+
+
+def as_in_a_new_process() -> None:
+    """No function names both the variable and a method that changes something within."""
+    ALPHA.data = torch.zeros(1)
+
+
+def learns_a_global_variable(script: Script) -> None:
+    optimizer = torch.optim.SGD([ALPHA], lr=0.1)
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            loss = script.step(x, 1 + ALPHA.item())
+            _learn(ALPHA, optimizer, loss)
+
+
+def learns_a_list_by_hand(script: Script) -> None:
+    weights = [torch.zeros(1, requires_grad=True), torch.ones(2, requires_grad=True)]
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            loss = script.step(x, 1 + weights[0].item())
+            (weights[0].square().sum() * loss + weights[0].sum() * weights[1].sum()).backward()
+            for one in weights:
+                assert one.grad is not None
+                one.data -= 0.1 * one.grad
+                one.grad = None
+
+
 IN_THE_FIRST_EPOCH: dict[Callable[[Script], None], str] = {
     asks_another_loader_before_its_loop: "the batch of 'other' that is asked for before the loop over 'loader'",
 }
@@ -433,6 +498,10 @@ EXACT: tuple[Callable[[Script], None], ...] = (
     warms_up_in_workers,
     warms_up_in_workers_that_stay,
     draws_in_the_collate_function_of_workers,
+    learns_a_variable,
+    learns_an_attribute,
+    learns_a_global_variable,
+    learns_a_list_by_hand,
 )
 NAMED: dict[Callable[[Script], None], str] = {
     evaluates_with_workers_that_stay: "track(…, evaluation=evaluation)",

@@ -93,7 +93,7 @@ def test_a_trial_that_is_ended_early_is_no_failure(
     with pytest.raises(type(error)) as raised:
         train(tmp_path, error)
     assert raised.value is error
-    assert [one.end for one in read_attempts(LocalStorage(tmp_path)).rows] == [end]
+    assert [one.end for one in read_attempts(LocalStorage(tmp_path)).attempts] == [end]
     (said,) = [one for one in caplog.records if one.getMessage().startswith(f"{type(error).__name__}: ")]
     assert "is durable" in said.getMessage()
     assert said.levelno == (logging.INFO if end == CLOSED else logging.WARNING)

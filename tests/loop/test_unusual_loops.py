@@ -227,6 +227,36 @@ def steps_on_with_old_gradients(options: Any, seed: int = 0) -> Outcome:
     return run.end()
 
 
+def _clears_some(options: Any, seed: int, *, first: bool) -> Outcome:
+    run = Setting(options, seed=seed)
+    scale = nn.ParameterDict({"scale": nn.Parameter(torch.ones(1))})
+    layers = [one for one in run.model.modules() if any(True for _ in one.parameters(recurse=False))]
+    middle = [*layers[0].parameters(recurse=False), *scale.parameters(), *layers[-1].parameters(recurse=False)]
+    run.optimizer = torch.optim.SGD(middle, lr=1e-2)
+    run.track(scale=scale)
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            durable(run.ckpt)
+            if first:
+                run.model.zero_grad()
+            ((run.model(x) * scale["scale"] - y) ** 2).mean().backward()
+            run.optimizer.step()
+            if not first:
+                run.model.zero_grad()
+            run.trace.append((epoch, tuple(ids.tolist()), scale["scale"].item().hex()))
+    return run.end()
+
+
+def clears_all_but_one_gradient(options: Any, seed: int = 0) -> Outcome:
+    """A parameter that is neither the first nor the last one steps with the sum of its gradients."""
+    return _clears_some(options, seed, first=False)
+
+
+def clears_all_but_one_gradient_first(options: Any, seed: int = 0) -> Outcome:
+    """The same, and the loop clears the others at its beginning."""
+    return _clears_some(options, seed, first=True)
+
+
 class Sharpness(torch.optim.Optimizer):
     """Steps twice a batch, the second time through the optimizer that it has inside; its radius is an attribute."""
 
@@ -398,6 +428,8 @@ LOOPS = (
     trains_one_model_through_another,
     steps_before_its_backward_pass,
     steps_on_with_old_gradients,
+    clears_all_but_one_gradient,
+    clears_all_but_one_gradient_first,
     steps_through_an_inner_optimizer,
     loads_by_keeping,
     accumulates_beyond_the_epoch,

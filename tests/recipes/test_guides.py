@@ -34,6 +34,11 @@ ACTIONS = {
     "s3:ListBucketMultipartUploads": {"list_multipart_uploads"},
 }
 """What AWS asks for each request."""
+PROTECTION = {
+    "get_object_lock_configuration": "s3:GetBucketObjectLockConfiguration",
+    "put_object_retention": "s3:PutObjectRetention",
+}
+"""The requests of `protect`, and what AWS asks for them."""
 
 
 def code(page: str, language: str, words: str = "") -> str:
@@ -51,7 +56,8 @@ def test_the_policy_allows_what_the_engine_asks_and_no_more() -> None:
         re.findall(r"client\.(get_\w+)\(", source)
     )
     requests = {one for one in asked if re.search(r"object|multipart|upload|parts|bucket", one)}
-    assert requests == known
+    assert requests == known | set(PROTECTION)
+    assert all(f"`{action}`" in (DOCS / "cloud-storage.md").read_text() for action in PROTECTION.values())
     policy = json.loads(code("cloud-storage.md", "json"))
     assert {action for one in policy["Statement"] for action in one["Action"]} == set(ACTIONS)
     on_bucket = next(one for one in policy["Statement"] if not one["Resource"].endswith("*"))

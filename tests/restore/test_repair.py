@@ -90,7 +90,8 @@ def test_a_flipped_bit_near_is_mended_from_far_in_the_live_tensor(pair: Pair, en
         (entry, wrong.nbytes, pair.url("near"), pair.url("far"))
     ]
     note, mends = found.notes
-    assert mends == f"mend that copy when the run has ended: `ckpt repair {pair.root}/near --from {pair.root}/far`"
+    by_hand = f"`ckpt repair {pair.root}/near --from {pair.root}/far`"
+    assert mends == f"the next snapshot of this run mends that copy; if none is taken, run {by_hand}"
     assert entry in note and pair.url("far") in note and "do not match their digest" in note
     assert found.place == pair.url("near")
     assert found.rejected == ()

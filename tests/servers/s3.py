@@ -66,9 +66,9 @@ class S3Server:
         """A plain client, to look at what is there with other eyes."""
         return _client(self.url, self.key, self.secret)
 
-    def make_bucket(self, name: str) -> str:
+    def make_bucket(self, name: str, **more: Any) -> str:
         """A new bucket."""
-        self.client().create_bucket(Bucket=name)
+        self.client().create_bucket(Bucket=name, **more)
         return name
 
 

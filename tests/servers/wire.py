@@ -8,7 +8,7 @@ Actions on a request that a rule matches:
 
 | action | what happens |
 | --- | --- |
-| `503`, `500` | the server is not asked; the client gets SlowDown or InternalError |
+| `503`, `500`, `403` | the server is not asked; the client gets SlowDown, InternalError or AccessDenied |
 | `lost` | the server is asked and acts, its answer is thrown away, the connection reset |
 | `refuse` | reset before the server is asked |
 | `midbody` | reset after half of the request's body went to the server |
@@ -37,7 +37,11 @@ from typing import Any, Self
 
 _PIECE_BYTES = 256 << 10
 _PATIENCE_SECONDS = 60.0
-_ANSWERS = {"503": ("SlowDown", "Please reduce your request rate."), "500": ("InternalError", "Internal error.")}
+_ANSWERS = {
+    "503": ("SlowDown", "Please reduce your request rate."),
+    "500": ("InternalError", "Internal error."),
+    "403": ("AccessDenied", "Access Denied."),
+}
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -197,7 +201,7 @@ class Wire:
                     return
                 if action == "block":
                     await asyncio.Event().wait()
-                if action in ("503", "500", "stall", "lie", "lose"):
+                if action in (*_ANSWERS, "stall", "lie", "lose"):
                     taken = hashlib.md5(usedforsecurity=False)
                     async for piece in _body(reader, request):
                         taken.update(piece)

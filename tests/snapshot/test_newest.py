@@ -438,6 +438,21 @@ def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypat
     arena.pipeline.close(PATIENCE_SECONDS)
 
 
+def test_too_little_host_memory_does_not_wait_for_a_writer_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training continues without the memory tier, and nothing waits for the lease."""
+    monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
+    arena = Arena(3, MemoryLimit(int(1.9 * (4 * NUMBERS + 4096)), "limit of x"))
+    arena.lease = threading.Event()
+    arena.pipeline.behind = True
+    arena.pipeline.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline.Handover, "close", lambda *_: pytest.fail("it waits for the writer"))
+        assert "waits for the one before it" in str(arena.save().skipped)
+    assert not arena.pipeline.memory
+    arena.lease.set()
+    arena.pipeline.close(PATIENCE_SECONDS)
+
+
 def test_what_went_wrong_behind_a_writer_is_raised_by_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another restart of the same run was faster."""
     monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)

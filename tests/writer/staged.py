@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.copy.job import EntryLayout, JobDone, Layout, PersistJob, layout_to_json
+from ckpt_engine.copy.job import EntryLayout, JobDone, Layout, PersistJob, to_json
 from ckpt_engine.observe.events import SnapshotFailed
 from ckpt_engine.store.container import build_header, digest, parse_header
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -64,7 +64,7 @@ class Stage:
             "model": {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE, "also": NONE},
             "loop": {"step": {"$": "tensor", "entry": "step"}, "epoch": {"$": "v", "i": 0}},
         }
-        number, layout = self.slot if slot is None else slot, layout_to_json(self.layout)
+        number, layout = self.slot if slot is None else slot, to_json(self.layout)
         said = arena([number, self.nbytes], layout=layout, keys=tuple(trees), trees=trees)
         return said, [os.dup(self.fd)]
 

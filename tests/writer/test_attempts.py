@@ -43,9 +43,9 @@ def heard(writers: Writers) -> tuple[AttemptsFound | None, list[Event]]:
 def test_how_a_trainer_ends_is_recorded(writers: Writers, failed: bool, end: str) -> None:
     """The trainer says whether it ended by itself or by an error, and the record has it."""
     client = writers.start()
-    assert [one.end for one in read_attempts(LocalStorage(writers.root)).rows] == [None]
+    assert [one.end for one in read_attempts(LocalStorage(writers.root)).attempts] == [None]
     assert client.close(WAIT_SECONDS, failed=failed)
-    assert [one.end for one in read_attempts(LocalStorage(writers.root)).rows] == [end]
+    assert [one.end for one in read_attempts(LocalStorage(writers.root)).attempts] == [end]
 
 
 def test_a_trainer_that_is_killed_without_its_writer_is_a_process_failure(processes: Writers) -> None:
@@ -54,7 +54,7 @@ def test_a_trainer_that_is_killed_without_its_writer_is_a_process_failure(proces
     found, _ = heard(processes)
     assert found is not None
     assert found.failures == (PROCESS,)
-    assert [one.end for one in read_attempts(LocalStorage(processes.root)).rows] == [GONE, None]
+    assert [one.end for one in read_attempts(LocalStorage(processes.root)).attempts] == [GONE, None]
 
 
 def test_a_writer_that_is_killed_goes_on_in_the_row_of_its_trainer(processes: Writers, stage: Stage) -> None:
@@ -66,7 +66,7 @@ def test_a_writer_that_is_killed_goes_on_in_the_row_of_its_trainer(processes: Wr
     found, _ = heard(processes)
     assert found is not None
     assert (found.lasted, found.seconds > 0.0) == ((), True)
-    assert len(read_attempts(LocalStorage(processes.root)).rows) == 1
+    assert len(read_attempts(LocalStorage(processes.root)).attempts) == 1
 
 
 def test_an_attempt_without_an_end_has_lost_its_machine(tmp_path: Path, processes: Writers) -> None:
@@ -90,7 +90,7 @@ def test_old_attempts_are_dropped_but_for_what_their_time_went_into() -> None:
     """The file stays small, and the sum is right."""
     rows = [Attempt("host", "", float(number)) for number in range(attempts.MOST + 10)]
     kept = parse_attempts(encode_attempts(AttemptHistory(tuple(rows))), "here")
-    assert kept.rows == tuple(rows[10:])
+    assert kept.attempts == tuple(rows[10:])
     times = {"startup": 1.0, "training": 5.0, "replay": 2.0, "slowdown": 0.7, "slowdown_error": 0.1}
     many = range(attempts.MOST + 10)
     long = [Attempt("host", "", 10.0 * n, 9.0, GONE, started=10.0 * n, times=times) for n in many]
@@ -114,7 +114,7 @@ def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path:
     said.pop()
     threading.Event().wait(0.05)
     record.end(GONE)
-    (row,) = read_attempts(LocalStorage(tmp_path)).rows
+    (row,) = read_attempts(LocalStorage(tmp_path)).attempts
     assert (row.started, row.step, row.times) == (1.0, 9, {"training": 4.0})
     assert row.seconds <= frozen - before
 
@@ -126,12 +126,12 @@ def test_how_often_it_took_snapshots_is_recorded_when_that_changes(tmp_path: Pat
     for steps in (None, 10, 12, 14, 16, 8):
         record.paced({} if steps is None else {"interval_steps": steps, "why": f"every {steps} steps"})
     record.end(CLOSED)
-    (row,) = read_attempts(LocalStorage(tmp_path)).rows
+    (row,) = read_attempts(LocalStorage(tmp_path)).attempts
     assert [(steps, why) for _, steps, why in row.intervals] == [(n, f"every {n} steps") for n in (10, 16, 8)]
     for number in range(30):
         record.paced({"interval_steps": 2**number, "why": "x" * 10_000})
     record.end(CLOSED)
-    (row,) = read_attempts(LocalStorage(tmp_path)).rows
+    (row,) = read_attempts(LocalStorage(tmp_path)).attempts
     assert [steps for _, steps, _ in row.intervals] == [2**number for number in range(22, 30)]
     assert len((tmp_path / names.ATTEMPTS).read_bytes()) < 4096
 
@@ -182,7 +182,7 @@ def test_a_damaged_record_is_said_once_and_begun_again(processes: Writers, stage
     (processes.root / names.ATTEMPTS).write_bytes(b"{?")
     client = processes.start()
     assert [type(event) for event in client.poll()] == [Notice]
-    assert len(read_attempts(LocalStorage(processes.root)).rows) == 1
+    assert len(read_attempts(LocalStorage(processes.root)).attempts) == 1
     stage.share(client)
     job = stage.job(1)
     client.submit(job)
@@ -197,7 +197,7 @@ def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytes
     storage = LocalStorage(tmp_path)
 
     def check() -> None:
-        said.extend(one.seconds for one in read_attempts(storage).rows)
+        said.extend(one.seconds for one in read_attempts(storage).attempts)
         if len(said) >= 3:
             several.set()
 
@@ -206,7 +206,7 @@ def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytes
     assert several.wait(WAIT_SECONDS)
     record.end(CLOSED)
     assert sorted(set(said)) == said
-    assert read_attempts(storage).rows[0].seconds > said[-1]
+    assert read_attempts(storage).attempts[0].seconds > said[-1]
 
 
 def test_no_heartbeat_is_left_at_the_end(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.copy.job import RankConfig, WriterConfig, job_to_json
+from ckpt_engine.copy.job import RankConfig, WriterConfig, to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import GONE, Requested
@@ -48,7 +48,7 @@ class Trainer:
 
     def hold(self, step: int, **changes: Any) -> StagedJob:
         job = dataclasses.replace(self.stage.job(step), **changes)
-        order = self.intake.take({"kind": messages.HOLD, "job": job_to_json(job)})
+        order = self.intake.take({"kind": messages.HOLD, "job": to_json(job)})
         assert order is not None
         self.orders.append(order)
         return order
@@ -100,7 +100,7 @@ def test_an_order_keeps_what_it_was_sent_with(sending: Trainer) -> None:
     sending.say([os.memfd_create("other")], slot=[0, 1], layout=layout, keys=["x"], trees={"x": {"$": "v", "i": 0}})
     sending.say(gone=[0])
     staged = order.staged("00000001-s0000000003-00000000")
-    assert list(staged.manifest("run", staged.digest()).entries) == ["model.weight", "step", "model.none"]
+    assert list(staged.manifest("run", staged.timed_digest()[0]).entries) == ["model.weight", "step", "model.none"]
     with staged.slot.image(staged.data.nbytes) as image:
         assert bytes(image[-16:-8]) == weight_bytes(3, 8)
 
@@ -109,7 +109,7 @@ def test_what_is_not_sent_again_is_as_before(sending: Trainer) -> None:
     """A key that is new, in the order that is said; the skeletons of the others stay, and so does the layout."""
     sending.say(keys=["loop", "more", "model"], trees={"more": [NONE]})
     staged = sending.hold(30, values={"loop": [3]}).staged("00000001-s0000000030-00000000")
-    manifest = staged.manifest("run", staged.digest())
+    manifest = staged.manifest("run", staged.timed_digest()[0])
     assert list(manifest.tree) == ["loop", "more", "model"]
     assert (manifest.tree["loop"]["epoch"], manifest.tree["more"]) == (3, [NONE])
     sending.say(keys=["loop"])
@@ -356,9 +356,9 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     second = Stage(slot=1)
     for each in (stage, second):
         worker.put(*each.message())
-    worker.put({"kind": messages.PERSIST, "job": job_to_json(stage.job(1))})
+    worker.put({"kind": messages.PERSIST, "job": to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
-    worker.put({"kind": messages.HOLD, "job": job_to_json(second.job(2))})
+    worker.put({"kind": messages.HOLD, "job": to_json(second.job(2))})
     worker.abandon(GONE)
     offer = offered(worker.held)
     os.close(offer.fds[0])

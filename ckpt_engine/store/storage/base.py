@@ -10,15 +10,18 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from ckpt_engine.errors import StorageReadOnlyError
-from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.partial_file import PartialFile
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks
+
+if TYPE_CHECKING:
+    from ckpt_engine.store.manifest import Manifest
 
 BURST_SECONDS = 0.25
 SLICE_BYTES = 4 << 20
@@ -65,6 +68,8 @@ class Capabilities:
         rotate: wraps the keys of what is sealed for the recipients of now, and says how many; needs the lease.
         duplicate: of another storage, what makes the object of a name here as it is there, in the place of one that is
             here, without its bytes passing this process; it says whether it could. None: nothing can.
+        retain: has the store refuse to delete objects that are there, for the days that the storage was given; says why
+            it cannot. None: nothing can.
     """
 
     folder: Folder | None = None
@@ -85,6 +90,7 @@ class Capabilities:
     encrypted: Callable[[], bool] | None = None
     rotate: Callable[[], int] | None = None
     duplicate: Callable[[Storage], Duplicate | None] = lambda _: None
+    retain: Callable[[Sequence[str]], str | None] | None = None
 
 
 class Storage(Protocol):
@@ -141,6 +147,12 @@ class Storage(Protocol):
 
     def sweep(self) -> int:
         """Remove what interrupted `put`s left behind and return its bytes; never touches a `put` in progress."""
+
+
+def tidy(storage: Storage, *names: str) -> None:
+    """Remove objects that are of no more use and do no harm, where this user may delete."""
+    with suppress(StorageReadOnlyError):
+        storage.delete(*names)
 
 
 class Folder(Storage, Protocol):

@@ -137,6 +137,16 @@ class Meter:
         return self.moved
 
 
+def _reported(change: Callable[..., None]) -> Callable[..., None]:
+    """The method of `MeteredDisk` that tells the meter of this change before its inner disk makes it."""
+
+    def method(self: MeteredDisk, *paths: str) -> None:
+        self._moved()
+        getattr(self._inner, change.__name__)(*paths)
+
+    return method
+
+
 class MeteredDisk(Disk):
     """A disk that tells a meter of each system call, none of which moves more than some MiB.
 
@@ -194,25 +204,11 @@ class MeteredDisk(Disk):
         if fd in self._cached:
             self._cached[fd] = 0
 
-    def link(self, path: str, new_path: str) -> None:
-        self._moved()
-        self._inner.link(path, new_path)
-
-    def rename(self, path: str, new_path: str) -> None:
-        self._moved()
-        self._inner.rename(path, new_path)
-
-    def remove(self, path: str) -> None:
-        self._moved()
-        self._inner.remove(path)
-
-    def make_folder(self, path: str) -> None:
-        self._moved()
-        self._inner.make_folder(path)
-
-    def sync_folder(self, path: str) -> None:
-        self._moved()
-        self._inner.sync_folder(path)
+    link = _reported(Disk.link)
+    rename = _reported(Disk.rename)
+    remove = _reported(Disk.remove)
+    make_folder = _reported(Disk.make_folder)
+    sync_folder = _reported(Disk.sync_folder)
 
 
 def open_regular(path: str, flags: int) -> int:

@@ -130,7 +130,8 @@ class LocalStorage:
             finally:
                 os.close(fd)
             if temp in made:
-                self._remove(temp)
+                with suppress(PermissionError):  # an append-only folder keeps the second name, which takes no room
+                    self._remove(temp)
             self._disk.sync_folder(folder)
         except BaseException as err:
             self._undo(made, err)
@@ -158,7 +159,8 @@ class LocalStorage:
                 if not has_link:
                     self._disk.rename(temp, path)
             if has_link:
-                self._remove(temp)
+                with suppress(PermissionError):
+                    self._remove(temp)
             self._disk.sync_folder(folder)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:

@@ -15,7 +15,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.store.storage.upload_parts import MAX_PART_BYTES, MIN_PART_BYTES
 
 VERIFY = ("auto", "always", "never")
-_LEAST = {"part_bytes": MIN_PART_BYTES, "concurrency": 1, "timeout_seconds": 0, "retry_seconds": 0}
+_LEAST = {"part_bytes": MIN_PART_BYTES, "concurrency": 1, "timeout_seconds": 0, "retry_seconds": 0, "protect_days": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class ObjectOptions:
         verify: whether what was sent and listed is checked beyond what the protocol does; "auto" does so where the
             channel is not encrypted, and so does not protect the bytes itself.
         stale_upload_seconds: an interrupted upload that old is abandoned and is removed by `sweep`.
+        protect_days: how long the store refuses to delete manifests that are put, and what `retain` names, if it can.
     """
 
     part_bytes: int = 64 << 20
@@ -38,6 +39,7 @@ class ObjectOptions:
     retry_seconds: float = 60.0
     verify: str = "auto"
     stale_upload_seconds: float = 86_400.0
+    protect_days: float = 0.0
 
     @classmethod
     def split(cls, options: Mapping[str, object]) -> tuple[Self, dict[str, Any]]:

@@ -139,6 +139,6 @@ def explained(what: str, where: str, reason: str, status: int, code: str, hint: 
     if code in _CREDENTIALS or status == 401:
         return StorageError(said, hint=CREDENTIALS_HINT)
     if status == 403:
-        refused = StorageReadOnlyError if what in ("write", "delete") else StorageError
+        refused = StorageReadOnlyError if what in ("write", "delete", "clear") else StorageError
         return refused(said, hint=f"{CREDENTIALS_HINT}; and that they may {what} here")
     return StorageError(said, hint=hint)

@@ -6,12 +6,12 @@ They are published whole and never renamed. No bucket is ever made.
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
 import hashlib
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -30,6 +30,7 @@ from ckpt_engine.store.storage.s3_answers import (
     OthersError,
     code_of,
     existing,
+    is_transient,
     status_of,
 )
 from ckpt_engine.store.storage.s3_multipart import (
@@ -37,6 +38,7 @@ from ckpt_engine.store.storage.s3_multipart import (
     TOKEN,
     Multipart,
     arrived_whole,
+    content_md5,
     digest_of,
     plain_etag,
     server_time,
@@ -46,7 +48,7 @@ from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart, pla
 
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
-_DELETES = 16
+_AT_ONCE = 16
 _T = TypeVar("_T")
 _S3Rows = tuple[tuple[str, int, str], ...]
 """Objects of a listing: key, size, ETag."""
@@ -73,8 +75,10 @@ class S3Storage(ObjectStore):
         self._put_extra = {**extra, **payer}
         self._extra = payer
         self._calls = S3Calls(self.url, self.options, library_options)
-        self._multipart = Multipart(self._calls, self._bucket, payer, self._put_extra)
+        self._multipart = Multipart(self._calls, self._bucket, payer)
         self._conditional = True
+        self._lock_rule: dict[str, Any] | None = None
+        """What the bucket says of Object Lock; None: it was not asked."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -85,13 +89,14 @@ class S3Storage(ObjectStore):
             server_seconds=self.server_seconds,
             encrypted=lambda: self._calls.encrypted,
             duplicate=self._duplicate,
+            retain=self._retain if self.options.protect_days else None,
         )
 
     def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
         made = copy.copy(self)
         made._calls = copy.copy(self._calls)
         made._calls.meter = wrap(self._calls.meter)
-        made._multipart = Multipart(made._calls, self._bucket, self._extra, self._put_extra)
+        made._multipart = Multipart(made._calls, self._bucket, self._extra)
         return made
 
     def _duplicate(self, source: Storage) -> Duplicate | None:
@@ -106,6 +111,22 @@ class S3Storage(ObjectStore):
         except StorageError:
             return False
         return True
+
+    def _retain(self, names: Sequence[str]) -> str | None:
+        lock = self._calls.run(self._lock(), "protect", "")
+        if not lock:
+            return "the bucket has no Object Lock, or these credentials may not see it"
+
+        async def extend(name: str) -> None:
+            at = {"Bucket": self._bucket, "Key": self._key(name), **self._extra}
+            try:
+                await self._calls.call("put_object_retention", Retention=lock, **at)
+            except ClientError as err:  # it is locked for longer; where nothing may be locked the manifest is refused
+                if status_of(err) != 403:
+                    raise
+
+        self._calls.run(_each(names, extend), "protect", "".join(names[:1]))
+        return None
 
     def prepare(self) -> None:
         """Make the client, which reads large descriptions of the service. Nothing is asked yet."""
@@ -178,10 +199,13 @@ class S3Storage(ObjectStore):
         if exclusive and await self._multipart.head(key) is not None:
             raise StorageExistsError(f"cannot write {self.url}/{name}: it exists")
         token = os.urandom(16).hex()
+        lock = await self._lock() if self.options.protect_days and name.startswith(names.MANIFESTS) else {}
+        locked = {f"ObjectLock{field}": value for field, value in lock.items()}
+        made = {"Metadata": {TOKEN: token}, **locked, **self._put_extra}
         put = self._put_small if blocks.nbytes <= self.options.part_bytes else self._put_big
         try:
             for attempt in range(1, ATTEMPTS + 1):
-                await put(key, blocks, token, {"IfNoneMatch": "*"} if exclusive else {})
+                await put(key, blocks, made, {"IfNoneMatch": "*"} if exclusive else {})
                 if not exclusive:
                     return  # others may have replaced it by now
                 there = await self._multipart.head(key)
@@ -207,18 +231,17 @@ class S3Storage(ObjectStore):
             if status_of(err) != 404:
                 cause.add_note(f"it may have become visible all the same: {err}")
 
-    async def _put_small(self, key: str, blocks: MemoryBlocks, token: str, condition: Mapping[str, Any]) -> None:
+    async def _put_small(
+        self, key: str, blocks: MemoryBlocks, made: Mapping[str, Any], condition: Mapping[str, Any]
+    ) -> None:
         """Put an object by one request.
 
         Raises:
             OthersError: `condition` does not hold because of somebody else's object.
         """
         whole = UploadPart(1, 0, blocks.nbytes)
-        digest = await digest_of(blocks, whole) if self._calls.verifying else None
         # The server refuses other bytes. Seen by the answer alone they would stay if this process is killed then.
-        refuse: dict[str, Any] = (
-            {} if digest is None else {"ContentMD5": base64.b64encode(bytes.fromhex(digest)).decode()}
-        )
+        digest = await digest_of(blocks, whole) if self._calls.summing else None
         backoff = self._calls.backoff()
         while True:
             wanted = condition if self._conditional else {}
@@ -231,10 +254,9 @@ class S3Storage(ObjectStore):
                     backoff=backoff,
                     Bucket=self._bucket,
                     Key=key,
-                    Metadata={TOKEN: token},
-                    **refuse,
+                    **made,
+                    **content_md5(digest),
                     **wanted,
-                    **self._put_extra,
                 )
             except ClientError as err:
                 if self._refuses_condition(err, wanted):
@@ -243,9 +265,9 @@ class S3Storage(ObjectStore):
                     raise
                 # Also the answer to our own request, sent again after its first answer was lost.
                 answer = await self._multipart.head(key) or {}
-                if answer.get("Metadata", {}).get(TOKEN) != token:
+                if answer.get("Metadata", {}).get(TOKEN) != made["Metadata"][TOKEN]:
                     raise OthersError from err
-            if digest is None or arrived_whole(answer, digest):
+            if digest is None or not self._calls.verifying or arrived_whole(answer, digest):
                 return
             condition = {}  # the damaged object is ours: replace it
             wait = backoff.next_wait()
@@ -254,15 +276,17 @@ class S3Storage(ObjectStore):
                 raise DamagedInTransitError(f"{key} arrives with other bytes than were sent")
             await asyncio.sleep(wait)
 
-    async def _put_big(self, key: str, blocks: MemoryBlocks, token: str, condition: Mapping[str, Any]) -> None:
+    async def _put_big(
+        self, key: str, blocks: MemoryBlocks, made: Mapping[str, Any], condition: Mapping[str, Any]
+    ) -> None:
         parts = plan_parts(blocks.nbytes, self.options.part_bytes)
         wanted = condition if self._conditional else {}
         try:
-            await self._multipart.upload(key, blocks, parts, token, wanted)
+            await self._multipart.upload(key, blocks, parts, made, wanted)
         except ClientError as err:
             if not self._refuses_condition(err, wanted):
                 raise
-            await self._multipart.upload(key, blocks, parts, token, {})
+            await self._multipart.upload(key, blocks, parts, made, {})
 
     def _refuses_condition(self, error: ClientError, condition: Mapping[str, str]) -> bool:
         """Whether the store cannot do conditional writes; it is not asked again then."""
@@ -273,15 +297,35 @@ class S3Storage(ObjectStore):
 
     async def _replace(self, key: str, data: bytes, version: str | None) -> None:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
-        token, blocks = os.urandom(16).hex(), MemoryBlocks([memoryview(data)])
+        made = {"Metadata": {TOKEN: os.urandom(16).hex()}, **self._put_extra}
+        blocks = MemoryBlocks([memoryview(data)])
         try:
-            await self._put_small(key, blocks, token, condition)
+            await self._put_small(key, blocks, made, condition)
         except OthersError as err:
             there = await self._multipart.head(key)
             if (plain_etag(there["ETag"]) if there else None) != version:
                 raise StorageExistsError(f"{self.url}: {key} was replaced meanwhile") from err
             # It is the version we asked for, and yet refused: this store compares ETags in a way of its own.
-            await self._put_small(key, blocks, token, {})
+            await self._put_small(key, blocks, made, {})
+
+    # Object Lock
+
+    async def _lock(self) -> dict[str, Any]:
+        """The retention with which the store refuses to delete an object for so many days; empty: it cannot."""
+        if self._lock_rule is None:
+            try:
+                answer = await self._calls.call("get_object_lock_configuration", Bucket=self._bucket, **self._extra)
+            except ClientError as err:
+                if is_transient(err):
+                    raise
+                answer = {}
+            self._lock_rule = answer.get("ObjectLockConfiguration", {})
+        if self._lock_rule.get("ObjectLockEnabled") != "Enabled":
+            return {}
+        # What the bucket promises itself is never made shorter or weaker.
+        own = self._lock_rule.get("Rule", {}).get("DefaultRetention", {})
+        days = max(self.options.protect_days, own.get("Days", 0) + 365 * own.get("Years", 0))
+        return {"Mode": own.get("Mode", "GOVERNANCE"), "RetainUntilDate": datetime.now(UTC) + timedelta(days=days)}
 
     # Reading
 
@@ -362,16 +406,12 @@ class S3Storage(ObjectStore):
     # Removing
 
     async def _delete(self, keys: Sequence[str]) -> None:
-        lanes = asyncio.Semaphore(_DELETES)
-
         async def remove(key: str) -> None:
-            async with lanes:
-                await self._multipart.abort_left(key)
-                await existing(self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._extra))
+            await self._multipart.abort_left(key)
+            await existing(self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._extra))
 
-        for outcome in await asyncio.gather(*(remove(key) for key in keys), return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await remove(keys[0])  # where nothing may be removed that is one request, and not one for each object
+        await _each(keys[1:], remove)
 
     async def _sweep(self) -> int:
         freed = 0
@@ -382,3 +422,16 @@ class S3Storage(ObjectStore):
                 await self._multipart.abort(stale.key, stale.id)
                 freed += sum(size for size, _ in sizes)
         return freed
+
+
+async def _each(keys: Sequence[str], work: Callable[[str], Awaitable[object]]) -> None:
+    """Do `work` for all keys, some at once. When this raises, all of it has ended."""
+    lanes = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(key: str) -> None:
+        async with lanes:
+            await work(key)
+
+    for outcome in await asyncio.gather(*map(one, keys), return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

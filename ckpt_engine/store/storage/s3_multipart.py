@@ -6,6 +6,7 @@ Several parts are on their way at once. An upload that was interrupted is contin
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,24 +50,27 @@ class Multipart:
 
     Args:
         payer: goes with every request.
-        extra: goes with the requests that make objects.
     """
 
-    def __init__(self, calls: S3Calls, bucket: str, payer: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    def __init__(self, calls: S3Calls, bucket: str, payer: Mapping[str, Any]) -> None:
         self._calls = calls
         self._bucket = bucket
         self._payer = payer
-        self._extra = extra
         self._lanes = asyncio.Semaphore(calls.options.concurrency)
         self._left: dict[str, str] = {}
 
     async def upload(
-        self, key: str, blocks: MemoryBlocks, parts: tuple[UploadPart, ...], token: str, condition: Mapping[str, Any]
+        self,
+        key: str,
+        blocks: MemoryBlocks,
+        parts: tuple[UploadPart, ...],
+        made: Mapping[str, Any],
+        condition: Mapping[str, Any],
     ) -> None:
         """Upload, and make the object visible at once.
 
         Args:
-            token: written into the object's metadata.
+            made: goes with the request that begins it; its metadata has the token.
             condition: of the completing request.
 
         Raises:
@@ -74,7 +78,7 @@ class Multipart:
             ClientError: from the store.
         """
         for attempt in range(1, ATTEMPTS + 1):
-            upload, there = await self._begin(key, token)
+            upload, there = await self._begin(key, made)
             etag: str | None = None
             with _busy(upload):
                 try:
@@ -92,7 +96,7 @@ class Multipart:
                         raise
                     # Also the answer to a request that was sent again because its first answer was lost.
                     found = await self.head(key)
-                    if found is None or not _same(found, token, etag or ""):
+                    if found is None or not _same(found, made["Metadata"][TOKEN], etag or ""):
                         await self._give_up(key, upload, err)
                         if found is not None and status_of(err) == 412:
                             raise OthersError(key) from err
@@ -181,7 +185,7 @@ class Multipart:
         there = plain_etag(found["ETag"]).lower()
         return "-" not in there or etag in ("", there) or not _is_digest(found)
 
-    async def _begin(self, key: str, token: str) -> tuple[str, dict[int, tuple[int, str]]]:
+    async def _begin(self, key: str, made: Mapping[str, Any]) -> tuple[str, dict[int, tuple[int, str]]]:
         """An upload to continue, and what it has already; a new one if there is none."""
         candidates = [stale for stale in await self.unfinished(key) if stale.key == key]
         if candidates:
@@ -192,9 +196,7 @@ class Multipart:
             except ClientError as err:
                 if status_of(err) not in (400, 404, 405, 501):
                     raise
-        answer = await self._calls.call(
-            "create_multipart_upload", Bucket=self._bucket, Key=key, Metadata={TOKEN: token}, **self._extra
-        )
+        answer = await self._calls.call("create_multipart_upload", Bucket=self._bucket, Key=key, **made)
         self._left[key] = answer["UploadId"]
         return answer["UploadId"], {}
 
@@ -224,13 +226,15 @@ class Multipart:
             raise
 
     async def _send_part(self, key: str, upload: str, blocks: MemoryBlocks, part: UploadPart) -> str:
-        digest = asyncio.ensure_future(digest_of(blocks, part)) if self._calls.verifying else None
+        digest = asyncio.ensure_future(digest_of(blocks, part)) if self._calls.summing else None
 
         async def check(answer: S3Answer) -> None:
             if digest is not None and not arrived_whole(answer, await asyncio.shield(digest)):
                 raise DamagedInTransitError(f"part {part.number} of {key} arrived with other bytes")
 
         try:
+            # Else it is made while the bytes are on their way.
+            sums = await asyncio.shield(digest) if digest is not None and self._calls.options.protect_days else None
             answer = await self._calls.send(
                 "upload_part",
                 blocks,
@@ -241,6 +245,7 @@ class Multipart:
                 Key=key,
                 UploadId=upload,
                 PartNumber=part.number,
+                **content_md5(sums),
             )
         finally:
             if digest is not None:
@@ -268,6 +273,11 @@ async def digest_of(blocks: MemoryBlocks, part: UploadPart) -> str:
     finally:
         if not made.done():
             await asyncio.wait([made])  # given up, but the thread still reads the caller's memory
+
+
+def content_md5(digest: str | None) -> dict[str, Any]:
+    """What has the store refuse other bytes than those of this ETag; None: it is not known."""
+    return {} if digest is None else {"ContentMD5": base64.b64encode(bytes.fromhex(digest)).decode()}
 
 
 def arrived_whole(answer: S3Answer, digest: str) -> bool:

@@ -114,6 +114,11 @@ class S3Calls:
         """Whether bytes have to be checked beyond what the protocol does."""
         return self.options.verifying(encrypted=self.encrypted)
 
+    @property
+    def summing(self) -> bool:
+        """Whether uploads name their digest. Stores with Object Lock take none without it."""
+        return self.verifying or bool(self.options.protect_days)
+
     async def call(self, method: str, *, backoff: Backoff | None = None, **arguments: Any) -> S3Answer:
         """The answer to a request without much of a body."""
 

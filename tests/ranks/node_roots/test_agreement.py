@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -300,4 +301,4 @@ def test_places_cross_to_the_writer_process() -> None:
     """As the tuples that they are."""
     ranks = RankConfig(2, 4, "s", None, 1.0, place=(2, 3), places=((0, 1), (2, 3)), record="r")
     config = WriterConfig("/r", ranks=ranks)
-    assert job.config_from_json(asdict(config)) == config
+    assert msgspec.convert(asdict(config), job.WriterConfig) == config

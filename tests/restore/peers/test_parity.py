@@ -129,7 +129,7 @@ def serve(writer: Writer, snapshot: str) -> None:
             return Reply({"snapshot": snapshot, "shares": said, "nbytes": found.nbytes}, (found.fd,))
         order = writer.orders[-1]
         staged = order.staged(snapshot)
-        manifest = staged.manifest(RUN.run, staged.digest())
+        manifest = staged.manifest(RUN.run, staged.timed_digest()[0])
         part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, writer.ranks))
         body = {"snapshot": snapshot, "manifest": part.decode(), "record": "{}", "beat": None, "durable": False}
         body |= {"file": staged.data.name, "nbytes": staged.data.nbytes}
@@ -226,7 +226,7 @@ class Sender:
         self.writer.changes = True  # its own sender keeps out
         self.writer.offer(step)
         staged = self.writer.orders[-1].staged(of)
-        manifest = staged.manifest(RUN.run, staged.digest())
+        manifest = staged.manifest(RUN.run, staged.timed_digest()[0])
         part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self.writer.ranks)).decode()
         with staged.slot.image(staged.data.nbytes) as image:
             data = bytes(image[chunk(image.nbytes, 3, self.number)])

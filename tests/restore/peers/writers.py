@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from ckpt_engine.copy.job import RankConfig, job_to_json
+from ckpt_engine.copy.job import RankConfig, to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.ranks.world import neighbours
 from ckpt_engine.store.names import session_id
@@ -55,7 +55,7 @@ class Writer:
         """A snapshot of `step` is in memory; its id."""
         snapshot = session_id(SECRET, step, step)
         job = dataclasses.replace(self.stage.job(step), snapshot=snapshot, rank=self.ranks.rank)
-        order = self.intake.take({"kind": messages.HOLD, "job": job_to_json(job)})
+        order = self.intake.take({"kind": messages.HOLD, "job": to_json(job)})
         assert order is not None
         self.orders.append(order)
         self.peers.offer(order)

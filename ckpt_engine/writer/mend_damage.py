@@ -1,0 +1,40 @@
+"""Mends the nearest tier while the run trains: data files that a load has found damaged there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from ckpt_engine.copy.job import WriterConfig
+from ckpt_engine.copy.whole_file import whole_file
+from ckpt_engine.errors import CkptError, StorageMissingError
+from ckpt_engine.observe import units
+from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
+
+
+def mend_damage(
+    config: WriterConfig,
+    damaged: Iterable[str],
+    check_lease: Callable[[], object],
+    emit: Callable[[Event], object],
+) -> None:
+    """Replace damaged data files of the nearest tier by the same bytes, as far as further tiers have them.
+
+    Args:
+        damaged: the names of the files.
+        check_lease: raises `LeaseHeldError` if the tier is not ours any more.
+        emit: takes a notice for each file; may be called on any thread.
+    """
+    further = (open_storage(tier.url, tier.storage_options) for tier in config.tiers)
+    place, *sources = map(Repository, (open_storage(config.url, config.storage_options), *further))
+    for name in damaged:
+        what = f"{name} at {units.place(place.storage.url)}"
+        try:
+            with suppress(StorageMissingError), whole_file(place, sources, name) as (image, source):
+                check_lease()
+                place.storage.put(name, [image], exclusive=False)
+                emit(Notice("INFO", f"{what} was damaged and is mended from {units.place(source)}"))
+        except CkptError as err:
+            emit(Notice("WARNING", f"{what} is not mended: {err.message}"))

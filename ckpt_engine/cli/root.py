@@ -17,7 +17,7 @@ from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.models import MEMORY, Tiers
 from ckpt_engine.config.sections import Seal
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.store.names import RECORD
+from ckpt_engine.store.names import KEY_VARIABLE, RECORD
 from ckpt_engine.tools.stored_run import Run, find_run
 
 _GIVEN = "ckpt_engine.storage_options"
@@ -26,7 +26,6 @@ _NAMED = "ckpt_engine.snapshots"
 """Where it keeps the snapshots that the argument of ROOT names."""
 _SNAPSHOT = re.compile(r"latest|(step=)?\d+|\d{8}-[\w-]*")
 _OPTIONS_FILE = "ckpt.yaml"
-_KEY_VARIABLE = "CKPT_KEY_FILE"
 
 
 def find_root() -> str | None:
@@ -165,7 +164,7 @@ def options_of(root: str, *, as_plain: bool = False, **options: Any) -> Config:
         ConfigError: as `load_config`.
     """
     config = load_config(root, **options)
-    if os.environ.get(_KEY_VARIABLE) and not as_plain:
+    if os.environ.get(KEY_VARIABLE) and not as_plain:
         sealed = (tier.model_copy(update={"seal": tier.seal or Seal()}) for tier in config.tiers)
         config = config.model_copy(update={"tiers": Tiers.of(tuple(sealed))})
     context = click.get_current_context(silent=True)

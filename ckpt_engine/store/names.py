@@ -42,6 +42,8 @@ PARTS = "parts/"
 ROWS = "replay/"
 SEALED = b"CKPTSEAL"
 """What each sealed object begins with."""
+KEY_VARIABLE = "CKPT_KEY_FILE"
+"""The environment variable that names the file of the key that opens."""
 
 MANIFEST_BYTES = 128 << 20
 """The most that a manifest, a part record or the catalog may have. Data files have no limit."""
@@ -204,7 +206,7 @@ def refuse_sealed(data: bytes) -> None:
     if data.startswith(SEALED):
         raise SealError(
             "this run is sealed",
-            hint="name a ckpt.yaml with the section seal, or set CKPT_KEY_FILE for the command line",
+            hint=f"name a ckpt.yaml with the section seal, or set {KEY_VARIABLE} for the command line",
         )
 
 

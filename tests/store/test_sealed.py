@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +30,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.seal_keys import KeyPair, KeyRing, parse_recipient
-from ckpt_engine.store.storage.sealed import CHUNK_BYTES, SealedBlocks, SealedFile, SealedStorage, plain_bytes
+from ckpt_engine.store.storage.sealed import CHUNK_BYTES, SealedBlocks, SealedStorage, plain_bytes
 from ckpt_engine.store.storage.sealed import sealed_bytes as sealed_size
 from ckpt_engine.testing import StorageContract
 
@@ -57,11 +61,16 @@ def sealed(folder: Path | str, **options: object) -> SealedStorage:
 
 
 def filled(folder: Path | str, **options: object) -> SealedStorage:
-    """A place with one of each kind of object."""
-    storage = sealed(folder, **options)
+    """A place with one of each kind of object, written by two processes one after another."""
+    older, newer = sealed(folder, **options), sealed(folder, **options)
     for name, text in OBJECTS.items():
-        storage.put(name, [memoryview(text)])
-    return storage
+        (older if OLDER in name else newer).put(name, [memoryview(text)])
+    return newer
+
+
+def key_of(folder: Path, name: str) -> Path:
+    """The object of the key with which the object of this name is sealed."""
+    return folder / "keys" / (folder / name).read_bytes()[8:40].hex()
 
 
 def accepted(storage: Storage) -> dict[str, bytes]:
@@ -125,7 +134,7 @@ def test_any_range_of_any_object_comes_back_and_any_flip_is_refused(data: st.Dat
     storage.put(DATA, [memoryview(plain)[:cut], memoryview(plain)[cut:]])
     text = inner.objects[DATA]
     assert len(text) == sealed_size(nbytes)
-    assert plain_bytes(len(text)) == nbytes
+    assert plain_bytes(DATA, len(text)) == nbytes
     start = data.draw(st.integers(0, nbytes))
     end = data.draw(st.integers(start, nbytes))
     out = memoryview(bytearray(end - start))
@@ -195,12 +204,12 @@ def test_what_is_sealed_to_a_recipient_and_signed_by_a_stranger_is_refused(tmp_p
     filled(tmp_path / "run", key=key)
     (tmp_path / "forged/keys").mkdir(parents=True)
     (tmp_path / "forged/keys/root").write_bytes((tmp_path / "run/keys/root").read_bytes())
-    forged = filled(tmp_path / "forged", to=[KeyPair.read(key).recipient], sign=stranger)
+    filled(tmp_path / "forged", to=[KeyPair.read(key).recipient], sign=stranger)
     with pytest.raises(SealError, match="not signed by"):
         sealed(tmp_path / "forged", key=key).get(MANIFEST)
     with pytest.raises(SealError, match="no key"):
         sealed(tmp_path / "forged", sign=stranger).get(MANIFEST)
-    assert forged.get(MANIFEST) == OBJECTS[MANIFEST]  # it knows the keys that it made
+    assert sealed(tmp_path / "forged", key=key, signed_by=[KeyPair.read(stranger).recipient]).get(MANIFEST)
     trusting = sealed(tmp_path / "run", key=key, signed_by=[KeyPair.read(stranger).recipient])
     with pytest.raises(SealError, match="not signed by"):
         trusting.get(MANIFEST)
@@ -222,7 +231,7 @@ def test_plain_objects_a_wrong_key_and_no_key_are_refused_by_name(tmp_path: Path
         sealed(tmp_path / "run", signed_by=[signer]).put("status.json", [memoryview(b"{}")])
     with pytest.raises(ConfigError):
         sealed(tmp_path / "run")
-    next((tmp_path / "run/keys").glob(f"{ID}*")).unlink()
+    key_of(tmp_path / "run", DATA).unlink()
     with pytest.raises(SealError, match="is missing"):
         sealed(tmp_path / "run", key=key).get(DATA)
     plain = open_storage(str(tmp_path / "plain"))
@@ -231,15 +240,37 @@ def test_plain_objects_a_wrong_key_and_no_key_are_refused_by_name(tmp_path: Path
         sealed(tmp_path / "plain", key=key).get("ckpt.json")
 
 
-def test_a_manifest_that_a_recipient_has_changed_is_refused(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("name", [MANIFEST, "ckpt.json", f"pins/{ID}.json"])
+def test_what_a_recipient_has_changed_is_refused_but_in_data_files(tmp_path: Path, key: str, name: str) -> None:
+    """Who can open a snapshot can seal with its key, and not sign; of data files the signed manifest has digests."""
     filled(tmp_path / "run", key=key)
+    path = tmp_path / "run" / name
     recipient = sealed(tmp_path / "run", key=key)
-    opened = recipient._file(MANIFEST, (tmp_path / "run" / MANIFEST).read_bytes()[:64])
-    text = b'{"manifest": 2}'
-    made = SealedFile.of(MANIFEST, opened.header, opened.key, recipient._ring.root)
-    (tmp_path / "run" / MANIFEST).write_bytes(b"".join(SealedBlocks(made, [memoryview(text)])))
-    with pytest.raises(SealError, match="not the manifest that was signed"):
-        sealed(tmp_path / "run", key=key).get(MANIFEST)
+    file = recipient._file(name, path.read_bytes()[:64])
+    text = bytes(len(OBJECTS[name]))
+    forged = b"".join(SealedBlocks(file, [memoryview(text)]))
+    path.write_bytes(forged + path.read_bytes()[-64:])
+    with pytest.raises(SealError, match="not signed by"):
+        sealed(tmp_path / "run", key=key).get(name)
+    for signing in (KeyPair.read(key).signing, Ed25519PrivateKey.generate()):
+        path.write_bytes(b"".join(recipient._ring.signed(signing, name, forged)))
+        with pytest.raises(SealError, match="not signed by"):
+            sealed(tmp_path / "run", key=key).get(name)
+
+
+def test_an_older_state_that_somebody_puts_back_is_not_noticed(tmp_path: Path, key: str) -> None:
+    """The page on sealed runs says so: it was signed, and from inside nobody knows of what is gone."""
+    storage = filled(tmp_path / "run", key=key)
+    pin = tmp_path / f"run/pins/{ID}.json"
+    before = pin.read_bytes()
+    storage.put(f"pins/{ID}.json", [memoryview(b"newer")], exclusive=False)
+    pin.write_bytes(before)
+    assert sealed(tmp_path / "run", key=key).get(f"pins/{ID}.json") == OBJECTS[f"pins/{ID}.json"]
+    for name in (MANIFEST, DATA):
+        (tmp_path / "run" / name).unlink()
+    left = sealed(tmp_path / "run", key=key)
+    assert sorted(item.name for item in left.list("")) == sorted(OBJECTS.keys() - {MANIFEST, DATA})
+    assert accepted(left) == {name: text for name, text in OBJECTS.items() if name not in (MANIFEST, DATA)}
 
 
 def test_rotation_rewrites_keys_and_nothing_else(tmp_path: Path, key: str) -> None:
@@ -249,15 +280,85 @@ def test_rotation_rewrites_keys_and_nothing_else(tmp_path: Path, key: str) -> No
     filled(tmp_path / "run", key=key)
     files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     ring = KeyRing(to=[new_signer], sign=new, key=key, signed_by=[old_signer])
-    assert ring.rotate(open_storage(str(tmp_path / "run"))) == 3
+    assert ring.rotate(open_storage(str(tmp_path / "run"))) == 2
     changed = {path.parent.name for path, text in files.items() if path.read_bytes() != text}
     assert changed == {"keys"}
+    both = [old_signer, new_signer]
     assert accepted(sealed(tmp_path / "run", key=new)) == OBJECTS
     assert accepted(sealed(tmp_path / "run", key=key)) == {}
-    assert accepted(sealed(tmp_path / "run", key=key, signed_by=[new_signer])) == {}
+    assert accepted(sealed(tmp_path / "run", key=key, signed_by=both)) == {}
     sealed(tmp_path / "run", key=new).put("status.json", [memoryview(b"{}")])
-    numbers = {(tmp_path / "run" / name).read_bytes()[8:16] for name in ("ckpt.json", "status.json")}
+    numbers = {(tmp_path / "run" / name).read_bytes()[8:40] for name in ("ckpt.json", "status.json")}
     assert len(numbers) == 2, "who was removed may know the key of the first one"
+
+
+class Stopping:
+    """A storage that stops after so many puts, as a process that is killed."""
+
+    def __init__(self, inner: Storage, puts: int) -> None:
+        self.inner, self.left, self.url = inner, puts, inner.url
+        self.get, self.list = inner.get, inner.list
+
+    def put(self, name: str, blocks: Any, *, exclusive: bool = True) -> None:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        self.inner.put(name, blocks, exclusive=exclusive)
+
+
+@pytest.mark.parametrize("puts", range(6))
+def test_a_rotation_that_was_interrupted_continues(tmp_path: Path, key: str, puts: int) -> None:
+    """The same command opens what is not wrapped yet, and leaves the rest."""
+    new = str(tmp_path / "new-key")
+    to, signed_by = [KeyPair.make(new).recipient], [KeyPair.read(key).recipient]
+    for count in range(5):
+        sealed(tmp_path / "run", key=key).put(f"data/{count}", [memoryview(b"kept")])
+    options: dict[str, Any] = {"to": to, "sign": new, "key": key, "signed_by": signed_by}
+    inner = open_storage(str(tmp_path / "run"))
+    with pytest.raises(KeyboardInterrupt) if puts < 5 else nullcontext():
+        KeyRing(**options).rotate(Stopping(inner, puts))  # type: ignore[arg-type]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/keys").iterdir()}
+    assert KeyRing(**options).rotate(inner) == 5
+    assert sum(path.stat().st_mtime_ns != before[path] for path in before) == 5 - puts
+    storage = sealed(tmp_path / "run", key=new)
+    assert [storage.get(f"data/{count}") for count in range(5)] == [b"kept"] * 5
+
+
+def test_a_rotation_without_the_key_changes_nothing(tmp_path: Path, key: str) -> None:
+    """Of two keys the second one cannot be opened: the first one stays as it is, too."""
+    other = str(tmp_path / "other-key")
+    both = [KeyPair.make(other).recipient, KeyPair.read(key).recipient]
+    sealed(tmp_path / "run", key=key).put("data/a", [memoryview(b"a")])
+    sealed(tmp_path / "run", key=other).put("data/b", [memoryview(b"b")])
+    before = {path: path.read_bytes() for path in (tmp_path / "run/keys").iterdir()}
+    with pytest.raises(SealError, match="not sealed to the key at hand"):
+        KeyRing(to=both[1:], key=key, signed_by=both).rotate(open_storage(str(tmp_path / "run")))
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run/keys").iterdir()}
+
+
+def test_a_place_that_was_removed_is_sealed_anew_by_each_of_its_writers(tmp_path: Path, key: str) -> None:
+    """What they know of the place before is of no use: readers need keys that are there."""
+    writers = [sealed(tmp_path / "run", key=key) for _ in range(2)]
+    for count, writer in enumerate(writers):
+        writer.put(f"data/{count}", [memoryview(b"gone")])
+    shutil.rmtree(tmp_path / "run")
+    for count, writer in enumerate(writers):
+        writer.put(f"data/{count}", [memoryview(b"kept")])
+    for reader in (sealed(tmp_path / "run", key=key), *writers):
+        assert [reader.get(f"data/{count}") for count in range(2)] == [b"kept"] * 2
+
+
+def test_a_protected_snapshot_keeps_what_opens_it(tmp_path: Path, key: str) -> None:
+    """The store refuses to delete its keys for as long as its data."""
+    storage = filled(tmp_path / "run", key=key)
+    kept: list[str] = []
+    own = replace(storage.inner.capabilities, retain=lambda names: kept.extend(names))
+    storage.inner.capabilities = own  # type: ignore[misc]
+    assert storage.capabilities.retain is not None
+    storage.capabilities.retain([DATA])
+    keys = {key_of(tmp_path / "run", name).name for name in OBJECTS}
+    assert len(keys) == 2
+    assert sorted(kept) == sorted([DATA, *(f"keys/{name}" for name in (*keys, "root"))])
 
 
 def test_memory_that_changes_under_a_nonce_leaves_nothing(key: str) -> None:
@@ -275,20 +376,28 @@ def test_memory_that_changes_under_a_nonce_leaves_nothing(key: str) -> None:
         list(blocks.views(0, blocks.nbytes, 50))
 
 
-def test_the_keys_of_a_snapshot_go_with_its_data(tmp_path: Path, key: str) -> None:
+def test_a_listing_has_what_was_put(tmp_path: Path, key: str) -> None:
+    """Names, and sizes before they were sealed; nothing of keys."""
     storage = filled(tmp_path / "run", key=key)
-    keys = tmp_path / "run/keys"
-    storage.delete(f"snapshots/{OLDER}.json")
-    assert list(keys.glob(f"{OLDER}*"))
-    storage.delete(f"data/{OLDER}-r00000.safetensors")
-    assert not list(keys.glob(f"{OLDER}*"))
-    assert accepted(sealed(tmp_path / "run", key=key)).keys() == OBJECTS.keys() - {
-        f"snapshots/{OLDER}.json",
-        f"data/{OLDER}-r00000.safetensors",
-    }
-    assert {item.name: item.nbytes for item in storage.list("")} == {
-        name: len(text) for name, text in accepted(storage).items()
-    }
+    assert {item.name: item.nbytes for item in storage.list("")} == {name: len(text) for name, text in OBJECTS.items()}
+    storage.delete(MANIFEST, DATA)
+    assert accepted(sealed(tmp_path / "run", key=key)).keys() == OBJECTS.keys() - {MANIFEST, DATA}
+
+
+def test_blocks_may_be_kept_while_the_next_are_made(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages of other packages join them; what fails on the thread that is ahead is raised."""
+    monkeypatch.setattr("ckpt_engine.store.storage.sealed._WRITE_BYTES", 2 * CHUNK_BYTES)
+    storage = sealed(tmp_path / "run", key=key)
+    plain = bytearray(random.Random(1).randbytes(5 * CHUNK_BYTES))
+    storage.put(DATA, [memoryview(plain)])
+    raw = (tmp_path / "run" / DATA).read_bytes()
+    blocks = SealedBlocks(storage._file(DATA, raw[:64]), [memoryview(plain)])
+    assert len(blocks) == 3
+    assert b"".join(blocks) == raw == b"".join(blocks[index] for index in range(3))
+    assert sealed(tmp_path / "run", key=key).get(DATA) == plain
+    plain[3 * CHUNK_BYTES] ^= 1
+    with pytest.raises(StorageError, match="has changed"):
+        list(blocks)
 
 
 def test_a_key_file_is_private_and_its_recipient_is_checked(tmp_path: Path, key: str) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt_engine.errors import StorageError
 from ckpt_engine.plugins import STORAGES, plugin
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.object_options import ObjectOptions
@@ -60,7 +61,6 @@ def require_served(url: str, options: Mapping[str, object] = _NONE) -> None:
     Raises:
         StorageError: as `open_storage`, for most reasons.
     """
-    options = {name: value for name, value in options.items() if name != SEAL}
     scheme = url.partition("://")[0].lower()
     if scheme in S3_SCHEMES and "transport" not in options and find_spec("s3fs") is not None:
         split_url(url)
@@ -71,14 +71,14 @@ def require_served(url: str, options: Mapping[str, object] = _NONE) -> None:
 
 def _sealed(url: str, options: Mapping[str, object]) -> Storage:
     try:
-        from ckpt_engine.store.storage.seal_keys import KEY_VARIABLE
         from ckpt_engine.store.storage.sealed import SealedStorage, ring_of
     except ImportError as err:
-        missing = err.name or str(err)
-        hint = "pip install 'ckpt-engine[seal]'"
-        raise StorageError(f"seal needs a package that is not installed, or is too old: {missing}", hint=hint) from err
+        raise StorageError(
+            f"seal needs a package that is not installed, or is too old: {err}",
+            hint="pip install 'ckpt-engine[seal]'",
+        ) from err
     inner = open_storage(url, {name: value for name, value in options.items() if name != SEAL})
-    return SealedStorage(inner, ring_of(inner.url, json.dumps(options[SEAL]), os.environ.get(KEY_VARIABLE)))
+    return SealedStorage(inner, ring_of(inner.url, json.dumps(options[SEAL]), os.environ.get(names.KEY_VARIABLE)))
 
 
 def _local_path(text: str) -> str:

@@ -1,22 +1,21 @@
 """The keys of sealed places.
 
-An object `keys/<snapshot>-<random>` is a statement in JSON, and at its end the Ed25519 signature of its bytes. The
-statement has the key, wrapped for each recipient by HPKE (MLKEM768_X25519, HKDF-SHA256, AES-256-GCM), its commitment,
-the place that it belongs to, and the manifests that were sealed with it.
+Each process that writes makes a key to sign with, and a secret to encrypt with. An object `keys/<public half>`
+has the secret, wrapped for each recipient by HPKE (MLKEM768_X25519, HKDF-SHA256, AES-256-GCM). At its end is the
+Ed25519 signature of the place, the name and the bytes by a key of `seal.signed_by`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -37,11 +36,8 @@ from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import translating
 
 KEYS = "keys/"
-KEY_VARIABLE = "CKPT_KEY_FILE"
-RUN = "run"
-"""In place of a snapshot: what is sealed that belongs to none."""
+SIGNATURE_BYTES = 64
 _ROOT = f"{KEYS}root"
-_ROOT_BYTES = 32
 _SUITE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _SECRET = "CKPT-SECRET-KEY-1-"
 _RECIPIENT = "ckpt1-"
@@ -50,7 +46,9 @@ _SECRET_BYTES = 64 + 32 + 32
 _MLKEM_BYTES = 1184
 _PUBLIC_BYTES = _MLKEM_BYTES + 32 + 32
 _CHECK_BYTES = 4
-_SIGNATURE_BYTES = 64
+_KEY_BYTES = 32
+_WRAP_BYTES = 1088 + 32 + _KEY_BYTES + 16
+"""Both encapsulations, and the key with its tag."""
 
 
 def _text_of(data: bytes) -> str:
@@ -123,33 +121,13 @@ class KeyPair:
         return made
 
 
-@dataclass(slots=True)
-class SnapshotKey:
-    """A key and what its object says.
-
-    Args:
-        name: of its object.
-        manifests: digests of the manifests that were sealed with it.
-        is_stored: whether its object is there.
-    """
-
-    name: str
-    secret: bytes = field(repr=False)
-    manifests: list[str] = field(default_factory=list)
-    is_stored: bool = False
-
-    def digest(self, name: str, text: bytes | memoryview) -> str:
-        """What its object says of a manifest; tells nothing of it to those without the key."""
-        return hashlib.sha256(b"%s%s %s" % (self.secret, name.encode(), text)).hexdigest()
-
-
 class KeyRing:
     """The keys of one sealed place. Any thread.
 
     Args:
         to: recipients; none: that of `key`, else of `sign`.
         sign: file of the key that signs; None: `key`.
-        key: file of the key that opens; None: nothing can be opened.
+        key: file of the key that opens; None: nothing can be opened but what this process has sealed.
         signed_by: recipients whose signatures count; none: the signer's own.
 
     Attributes:
@@ -168,114 +146,113 @@ class KeyRing:
         self._to = [parse_recipient(text)[0] for text in to or pairs[-1:]]
         self._accepted = [parse_recipient(text)[1] for text in signed_by or pairs[:1]]
         if not self._accepted:
-            raise ConfigError("seal accepts no signature", hint=f"give key, sign or signed_by, or set {KEY_VARIABLE}")
-        self._lock = threading.RLock()
+            raise ConfigError(
+                "seal accepts no signature", hint=f"give key, sign or signed_by, or set {names.KEY_VARIABLE}"
+            )
+        self._aim = hashlib.sha256(" ".join([*sorted(to or pairs[-1:]), *pairs[:1]]).encode()).digest()
+        """Tells for whom keys are wrapped, and who signs that."""
+        self._lock = threading.Lock()
         self.root = b""
-        self._own: dict[str, SnapshotKey] = {}
-        self._opened: dict[str, SnapshotKey] = {}
+        self._own: dict[bytes, Ed25519PrivateKey] = {}
+        """The key with which this process signs, by the root: the place may be removed, and made again."""
+        self._secrets: dict[bytes, bytes] = {}
 
-    def _read_root(self, storage: Storage) -> None:
-        try:
-            self.root = storage.get(_ROOT, 0, _ROOT_BYTES)
-        except StorageMissingError as err:
-            raise SealError(f"{storage.url}/{_ROOT} is missing: nothing there can be opened") from err
-
-    def key_for(self, storage: Storage, owner: str) -> SnapshotKey:
-        """This process's key to seal with what belongs to a snapshot, or to the run.
+    def own(self, storage: Storage) -> Ed25519PrivateKey:
+        """The key with which this process signs; the secret to encrypt with is stored under its public half.
 
         Raises:
-            SealError: nothing can be signed.
+            SealError: there is no key that vouches for it.
+            StorageError
         """
         with self._lock:
-            if self._signer is None:
-                raise SealError(f"{storage.url} is only read: no key signs", hint="give seal.sign or seal.key")
-            name = f"{KEYS}{owner}-{os.urandom(8).hex()}"
-            made = self._own.setdefault(owner, SnapshotKey(name, os.urandom(32)))
-            return self._opened.setdefault(made.name, made)
+            self.root = _root_of(storage)
+            if self.root not in self._own:
+                signing, secret = Ed25519PrivateKey.generate(), os.urandom(_KEY_BYTES)
+                public = signing.public_key().public_bytes_raw()
+                self._publish(storage, f"{KEYS}{public.hex()}", secret)
+                self._own[self.root], self._secrets[public] = signing, secret
+            return self._own[self.root]
 
-    def opened(self, storage: Storage, name: str) -> SnapshotKey:
-        """The key of this name.
+    def secret(self, storage: Storage, public: bytes) -> bytes:
+        """What a process encrypts with that signs with the key of this public half.
 
         Raises:
             SealError: it is missing, not signed by those that count, or not for the key at hand.
         """
         with self._lock:
-            if name not in self._opened:
-                self._opened[name] = self._open(storage, name)
-            return self._opened[name]
+            if public not in self._secrets:
+                self._secrets[public] = self._opened(storage, f"{KEYS}{public.hex()}")
+            return self._secrets[public]
 
-    def _open(self, storage: Storage, name: str) -> SnapshotKey:
-        where = f"{storage.url}/{name}"
-        self._read_root(storage)
-        try:
-            data = storage.get(name, 0, names.SMALL_BYTES)
-        except StorageMissingError as err:
-            raise SealError(f"{where} is missing: what it is the key of cannot be opened") from err
-        text, signature = data[:-_SIGNATURE_BYTES], data[-_SIGNATURE_BYTES:]
-        for signer in self._accepted:
-            with suppress(InvalidSignature):
-                signer.verify(signature, text)
-                break
-        else:
-            raise SealError(
-                f"{where} is not signed by one of seal.signed_by",
-                hint="name its signer there if you trust it; else somebody else wrote this",
-            )
-        row = json.loads(text)
-        if (row["key"], row["root"]) != (name, self.root.hex()):
-            raise SealError(f"{where} belongs to another place or snapshot: somebody has moved it")
+    def _opened(self, storage: Storage, name: str) -> bytes:
+        body, where = self._body(storage, name), f"{storage.url}/{name}"
         if self._pair is None:
-            raise SealError(f"{where} cannot be opened: there is no key", hint=f"give seal.key, or set {KEY_VARIABLE}")
-        secret = _unwrapped(row["to"], self._pair, self.root + name.encode())
-        if secret is None or hashlib.sha256(secret).hexdigest() != row["commitment"]:
-            raise SealError(f"{where} is not sealed to the key at hand", hint="use the key of one of its recipients")
-        return SnapshotKey(name, secret, row["manifests"], is_stored=True)
+            raise SealError(
+                f"{where} cannot be opened: there is no key", hint=f"give seal.key, or set {names.KEY_VARIABLE}"
+            )
+        for start in range(len(self._aim), len(body), _WRAP_BYTES):
+            with suppress(InvalidTag, ValueError):
+                wrap = body[start : start + _WRAP_BYTES]
+                return _SUITE.decrypt(wrap, self._pair.encryption, self.root + name.encode())
+        raise SealError(f"{where} is not sealed to the key at hand", hint="use the key of one of its recipients")
 
-    def publish(self, storage: Storage, key: SnapshotKey) -> None:
-        """Store the object of a key, signed; it replaces an earlier one.
+    def _body(self, storage: Storage, name: str) -> bytes:
+        try:
+            self.root = storage.get(_ROOT, 0, _KEY_BYTES)
+            return self.verified(self._accepted, name, storage.get(name, 0, names.SMALL_BYTES), storage.url)
+        except StorageMissingError as err:
+            raise SealError(f"what it takes to open {storage.url} is missing: {name} or {_ROOT}") from err
+
+    def _publish(self, storage: Storage, name: str, secret: bytes) -> None:
+        if self._signer is None:
+            raise SealError(f"{storage.url} is only read: no key signs", hint="give seal.sign or seal.key")
+        wraps = [_SUITE.encrypt(secret, one, self.root + name.encode()) for one in self._to]
+        storage.put(name, self.signed(self._signer.signing, name, self._aim + b"".join(wraps)), exclusive=False)
+
+    def signed(self, signing: Ed25519PrivateKey, name: str, body: bytes | memoryview) -> list[memoryview]:
+        """The bytes of an object, and their signature."""
+        return [memoryview(body), memoryview(signing.sign(self._statement(name, body)))]
+
+    def verified(self, signers: Sequence[Ed25519PublicKey], name: str, data: bytes, url: str) -> bytes:
+        """The bytes of an object without their signature.
 
         Raises:
-            StorageError
+            SealError: none of these has signed them under this name, for this place.
         """
-        assert self._signer is not None
-        with self._lock:
-            try:
-                self._read_root(storage)
-            except SealError:  # a new place, or one that was removed
-                for one in self._own.values():
-                    one.is_stored = False
-                with suppress(StorageExistsError):  # another rank has just made it
-                    storage.put(_ROOT, [memoryview(os.urandom(_ROOT_BYTES))])
-                self._read_root(storage)
-            statement = {
-                "key": key.name,
-                "root": self.root.hex(),
-                "commitment": hashlib.sha256(key.secret).hexdigest(),
-                "manifests": key.manifests,
-                "to": [
-                    urlsafe_b64encode(_SUITE.encrypt(key.secret, one, self.root + key.name.encode())).decode()
-                    for one in self._to
-                ],
-            }
-            text = json.dumps(statement).encode()
-            signature = self._signer.signing.sign(text)
-            storage.put(key.name, [memoryview(text), memoryview(signature)], exclusive=False)
-            key.is_stored = True
+        body, signature = data[:-SIGNATURE_BYTES], data[-SIGNATURE_BYTES:]
+        for signer in signers:
+            with suppress(InvalidSignature):
+                signer.verify(signature, self._statement(name, body))
+                return body
+        raise SealError(
+            f"{url}/{name} is not signed by one of seal.signed_by",
+            hint="name its signer there if you trust it; else somebody has changed, moved or written this",
+        )
+
+    def _statement(self, name: str, body: bytes | memoryview) -> bytes:
+        return b"%s%s %s" % (self.root, name.encode(), hashlib.sha256(body).digest())
 
     def rotate(self, storage: Storage) -> int:
         """Wrap each key for the recipients of now, signed by the signer of now; how many there are.
 
+        After an interruption it continues.
+
         Raises:
-            SealError: one of them cannot be opened.
+            SealError: one of them cannot be opened; none is changed then.
         """
+        if self._signer is not None:  # what an interrupted rotation has wrapped
+            self._accepted.append(self._signer.signing.public_key())
         found = [item.name for item in storage.list(KEYS) if item.name != _ROOT]
-        for key in [self.opened(storage, name) for name in found]:
-            self.publish(storage, key)
+        stale = [name for name in found if not self._body(storage, name).startswith(self._aim)]
+        for name, secret in [(name, self._opened(storage, name)) for name in stale]:
+            self._publish(storage, name, secret)
         return len(found)
 
 
-def _unwrapped(wraps: Iterable[Any], pair: KeyPair, info: bytes) -> bytes | None:
-    for wrap in wraps:
-        with suppress(InvalidTag, ValueError):
-            return _SUITE.decrypt(urlsafe_b64decode(wrap), pair.encryption, info)
-    return None
+def _root_of(storage: Storage) -> bytes:
+    """What tells a place from others, made where there is none."""
+    with suppress(StorageMissingError):
+        return storage.get(_ROOT, 0, _KEY_BYTES)
+    with suppress(StorageExistsError):  # another rank has just made it
+        storage.put(_ROOT, [memoryview(os.urandom(_KEY_BYTES))])
+    return storage.get(_ROOT, 0, _KEY_BYTES)

@@ -1,23 +1,23 @@
 """A storage whose objects are encrypted and signed, around one that keeps them.
 
-Each object but the lease begins with a header: magic, the number of its key, its size and a salt. AES-256-GCM chunks
-follow, so that the header and the first one, and each of the others, have 256 KiB. Their key is derived (HKDF-SHA256)
-from that of the snapshot, the header, the place and the name; the nonce is the number of the chunk.
+Each object but the lease begins with a header: magic, the public key of the process that wrote it, its size and a salt.
+AES-256-GCM chunks follow, so that the header and the first one, and each of the others, have 256 KiB. Their key is
+derived (HKDF-SHA256) from the secret of that process, the header, the place and the name; the nonce is the number of
+the chunk. At the end of all but data files is a signature of that process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import struct
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -26,7 +26,8 @@ from ckpt_engine.errors import CorruptError, SealError, StorageError
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, WrapperStorage
 from ckpt_engine.store.storage.disk import private_memory, require_size
-from ckpt_engine.store.storage.seal_keys import KEYS, RUN, KeyRing, SnapshotKey
+from ckpt_engine.store.storage.retries import ask_apart
+from ckpt_engine.store.storage.seal_keys import KEYS, SIGNATURE_BYTES, KeyRing
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 
 CHUNK_BYTES = 256 << 10
@@ -36,27 +37,27 @@ _BATCH_BYTES = 4 << 20
 """What is opened at once, or sealed for a part of an upload."""
 _WRITE_BYTES = 16 << 20
 """What is sealed for a disk at once: it takes that faster than less."""
-_HEADER = struct.Struct(">8s8sQ40s")
-"""Magic, the number of the key, the bytes that are sealed, and a salt."""
-_OWNER = re.compile(r"/([0-9]{8,}-s[0-9]{10,}-[0-9a-f]{8})[-.]")
-_rooms = threading.local()
+_HEADER = struct.Struct(">8s32sQ16s")
+"""Magic, the public key of who has sealed it, the bytes that are sealed, and a salt."""
 
 
 def sealed_bytes(nbytes: int) -> int:
-    """The size of the sealed object of so many bytes."""
+    """The size of so many bytes once they are sealed, without a signature."""
     chunks = max(1, -(-(_HEADER.size + nbytes) // _ROOM_BYTES))
     return _HEADER.size + nbytes + chunks * _TAG_BYTES
 
 
-def plain_bytes(nbytes: int) -> int:
-    """The bytes that are sealed in an object of this size."""
-    return max(0, nbytes - _HEADER.size - -(-nbytes // CHUNK_BYTES) * _TAG_BYTES)
+def plain_bytes(name: str, nbytes: int) -> int:
+    """The bytes that are sealed in an object of this name and size."""
+    if name == names.LEASE:
+        return nbytes
+    sealed = nbytes - SIGNATURE_BYTES * is_signed(name)
+    return max(0, sealed - _HEADER.size - -(-sealed // CHUNK_BYTES) * _TAG_BYTES)
 
 
-def owner_of(name: str) -> str:
-    """The snapshot that an object belongs to, or `RUN`."""
-    found = _OWNER.search(name)
-    return found[1] if found else RUN
+def is_signed(name: str) -> bool:
+    """Whether an object of this name ends with a signature."""
+    return not name.startswith(names.DATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +67,22 @@ class SealedFile:
     Args:
         header: what it begins with.
         nbytes: of what is sealed.
-        size: of the object.
+        size: of the object, without a signature.
     """
 
     name: str
     header: bytes
-    key: SnapshotKey
     cipher: AESGCM
     nbytes: int
     size: int
 
-    @classmethod
-    def of(cls, name: str, header: bytes, key: SnapshotKey, root: bytes) -> SealedFile:
-        """The one that has this header."""
-        nbytes = _HEADER.unpack(header)[2]
-        derived = HKDF(SHA256(), 32, header, root + name.encode()).derive(key.secret)
-        return cls(name, header, key, AESGCM(derived), nbytes, sealed_bytes(nbytes))
-
-    def extent(self, chunk: int) -> tuple[int, int]:
-        """The first of the sealed bytes that a chunk has, and the end."""
-        start = chunk * _ROOM_BYTES - _HEADER.size
-        return max(0, start), min(self.nbytes, start + _ROOM_BYTES)
-
-    def seal_of(self, chunk: int) -> tuple[bytes, bytes]:
-        """The nonce of a chunk, and what is authenticated with it."""
-        return chunk.to_bytes(12, "big"), f"{self.name} {chunk} of {self.size}".encode()
+    def chunk(self, index: int) -> tuple[int, int, bytes, bytes]:
+        """The first of the sealed bytes that a chunk has, the end, its nonce, and what is authenticated with it."""
+        start, place = index * _ROOM_BYTES - _HEADER.size, f"{self.name} {index} of {self.size}"
+        return max(0, start), min(self.nbytes, start + _ROOM_BYTES), index.to_bytes(12, "big"), place.encode()
 
     def open(self, raw: memoryview, first: int, start: int, out: memoryview) -> None:
-        """Fill `out` with what is sealed from `start` on.
+        """Fill `out` with what is sealed from `start` on, as far as `raw` has it.
 
         Args:
             raw: the object from the chunk `first` on.
@@ -101,17 +90,14 @@ class SealedFile:
         Raises:
             CorruptError: these are not the bytes that were sealed.
         """
-        chunks = -(-len(raw) // CHUNK_BYTES)
-        for chunk in range(first, first + chunks):
-            at = (chunk - first) * CHUNK_BYTES
-            sealed = raw[at + (0 if chunk else _HEADER.size) : at + CHUNK_BYTES]
-            low, high = self.extent(chunk)
+        for at in range(0, len(raw), CHUNK_BYTES):
+            index = first + at // CHUNK_BYTES
+            sealed = raw[at + (0 if index else _HEADER.size) : at + CHUNK_BYTES]
+            low, high, nonce, place = self.chunk(index)
             begin, end = max(low, start), min(high, start + len(out))
-            nonce, place = self.seal_of(chunk)
             try:
                 if (begin, end) == (low, high):
-                    part = out[low - start : high - start]
-                    self.cipher.decrypt_into(nonce, sealed, place, part)
+                    self.cipher.decrypt_into(nonce, sealed, place, out[low - start : high - start])
                 else:
                     whole = self.cipher.decrypt(nonce, sealed, place)
                     out[begin - start : end - start] = whole[begin - low : end - low]
@@ -120,66 +106,56 @@ class SealedFile:
 
 
 class SealedBlocks(MemoryBlocks, Sequence[memoryview]):
-    """The bytes of a sealed object, which are made when they are asked for; as a sequence one after another."""
+    """The bytes of a sealed object, which are made when they are asked for."""
 
     def __init__(self, file: SealedFile, blocks: Sequence[memoryview]) -> None:
+        super().__init__(blocks)
         self._file = file
-        self._plain = MemoryBlocks(blocks)
         self._tags: dict[int, bytes] = {}
         self.nbytes = file.size
 
-    def close(self) -> None:
-        self._plain.close()
-
     def __len__(self) -> int:
-        return -(-self.nbytes // _WRITE_BYTES)
+        return len(range(0, self.nbytes, _WRITE_BYTES))
 
     def __getitem__(self, index: Any) -> Any:
-        return self._sealed(index * _WRITE_BYTES, memoryview(private_memory(_WRITE_BYTES)))
+        return self.part(range(0, self.nbytes, _WRITE_BYTES)[index], _WRITE_BYTES)
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Each one is there until the next is asked for, which is made meanwhile."""
-        rooms = [memoryview(private_memory(min(self.nbytes, _WRITE_BYTES))) for _ in range(min(2, len(self)))]
-        made: dict[int, memoryview] = {}
-
-        def make(index: int) -> None:
-            made[index] = self._sealed(index * _WRITE_BYTES, rooms[index % 2])
-
-        make(0)
+        """Makes each one while the caller has the one before."""
+        made = self[0]
         for index in range(1, len(self)):
-            ahead = threading.Thread(target=make, args=(index,), name="ckpt-encrypt", daemon=True)
-            ahead.start()
+            ahead = ask_apart(partial(self.__getitem__, index), "ckpt-encrypt")
             try:
-                yield made.pop(index - 1)
+                yield made
             finally:
-                ahead.join()  # it reads the caller's memory
-        yield made.pop(len(self) - 1)
+                ahead.exception()  # until then it reads the caller's memory
+            made = ahead.result()
+        yield made
 
     def views(self, start: int, nbytes: int, most: int) -> Iterator[memoryview]:
         end = start + nbytes
         for base in range(start - start % _BATCH_BYTES, end, _BATCH_BYTES):
-            made = self._sealed(base, memoryview(bytearray(min(_BATCH_BYTES, self.nbytes - base))))
+            made = self.part(base, _BATCH_BYTES)
             yield from MemoryBlocks([made[max(0, start - base) : end - base]]).views(0, len(made), most)
 
-    def _sealed(self, base: int, room: memoryview) -> memoryview:
-        """What the object has from `base` on, as far as there is room."""
-        file, end = self._file, min(base + len(room), self.nbytes)
-        for chunk in range(base // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            at = chunk * CHUNK_BYTES - base
-            if not chunk:
-                room[: _HEADER.size] = file.header
-                at = _HEADER.size
-            low, high = file.extent(chunk)
-            parts = list(self._plain.views(low, high - low, CHUNK_BYTES))
+    def part(self, base: int, nbytes: int) -> memoryview:
+        """At most so many bytes of the object from `base` on, where a chunk begins."""
+        file, end = self._file, min(base + nbytes, self.nbytes)
+        room = memoryview(private_memory(end - base))
+        if not base:
+            room[: _HEADER.size] = file.header
+        for index in range(base // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            at = max(index * CHUNK_BYTES, _HEADER.size) - base
+            low, high, nonce, place = file.chunk(index)
+            parts = list(super().views(low, high - low, CHUNK_BYTES))
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             sealed = room[at : at + high - low + _TAG_BYTES]
-            nonce, place = file.seal_of(chunk)
             file.cipher.encrypt_into(nonce, data, place, sealed)
             tag = bytes(sealed[-_TAG_BYTES:])
             # Of other bytes under the same nonce nothing may leave this process.
-            if self._tags.setdefault(chunk, tag) != tag:
+            if self._tags.setdefault(index, tag) != tag:
                 raise StorageError(f"memory has changed while it was written to {file.name}")
-        return room[: end - base]
+        return room
 
 
 @lru_cache(maxsize=64)
@@ -203,45 +179,42 @@ class SealedStorage(WrapperStorage):
     @cached_property
     def capabilities(self) -> Capabilities:
         own = super().capabilities
+        retain = partial(self._retain, own.retain) if own.retain is not None else None
         rotate = partial(self._ring.rotate, self.inner)
-        return replace(own, folder=None, view=None, rotate=rotate, duplicate=lambda _: None)
+        return replace(own, folder=None, view=None, rotate=rotate, retain=retain, duplicate=lambda _: None)
+
+    def _retain(self, retain: Callable[[Sequence[str]], str | None], names_: Sequence[str]) -> str | None:
+        """Keep what opens them, too."""
+        return retain([*names_, *(item.name for item in self.inner.list(KEYS))])
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         if name == names.LEASE:
             self.inner.put(name, blocks, exclusive=exclusive)
             return
-        key = self._ring.key_for(self.inner, owner_of(name))
-        if names.manifest_id(name) is not None:
-            digest = key.digest(name, b"".join(blocks))
-            if digest not in key.manifests:
-                key.manifests.append(digest)
-                key.is_stored = False
-        if not key.is_stored or name == names.RECORD:  # with which a place begins, also one that was removed
-            self._ring.publish(self.inner, key)
-        nbytes = sum(block.nbytes for block in blocks)
-        number = bytes.fromhex(key.name.rpartition("-")[2])
-        header = _HEADER.pack(names.SEALED, number, nbytes, os.urandom(40))
-        file = SealedFile.of(name, header, key, self._ring.root)
-        self.inner.put(name, SealedBlocks(file, blocks), exclusive=exclusive)
+        signing = self._ring.own(self.inner)
+        public, nbytes = signing.public_key().public_bytes_raw(), sum(block.nbytes for block in blocks)
+        file = self._file(name, _HEADER.pack(names.SEALED, public, nbytes, os.urandom(16)))
+        sealed = SealedBlocks(file, blocks)
+        parts = self._ring.signed(signing, name, sealed.part(0, sealed.nbytes)) if is_signed(name) else sealed
+        self.inner.put(name, parts, exclusive=exclusive)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         if name == names.LEASE:
             return self.inner.get(name, start, nbytes)
-        head = memoryview(self.inner.get(name, 0, CHUNK_BYTES))
-        file = self._file(name, bytes(head[: _HEADER.size]))
-        is_signed = names.manifest_id(name) is not None
-        if nbytes is None or is_signed:
-            require_size(f"{self.url}/{name}", file.nbytes, names.most_bytes(name))
-        end = file.nbytes if nbytes is None else min(start + nbytes, file.nbytes)
-        first, last = (0, file.nbytes) if is_signed else (start, end)
-        out = memoryview(bytearray(max(0, last - first)))
-        if file.size <= len(head):  # at once: another process may replace it
-            file.open(head[: file.size], 0, first, out)
-        else:
-            self._fill(file, first, out)
-        if is_signed and file.key.digest(name, out) not in file.key.manifests:
-            raise SealError(f"{self.url}/{name} is not the manifest that was signed: somebody has changed it")
-        return bytes(out[start - first : end - first])
+        most = names.most_bytes(name)
+        raw = self.inner.get(name, 0, sealed_bytes(most) + SIGNATURE_BYTES if is_signed(name) else _HEADER.size)
+        file = self._file(name, raw[: _HEADER.size])
+        if nbytes is None or is_signed(name):
+            require_size(f"{self.url}/{name}", file.nbytes, most)
+        if is_signed(name):
+            whole = bytearray(file.nbytes)
+            signer = Ed25519PublicKey.from_public_bytes(_HEADER.unpack(file.header)[1])
+            body = self._ring.verified([signer], name, raw, self.url)
+            file.open(memoryview(body), 0, 0, memoryview(whole))
+            return bytes(whole[start:][:nbytes])
+        part = bytearray(len(range(start, file.nbytes)[:nbytes]))
+        self._fill(file, start, memoryview(part))
+        return bytes(part)
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         try:
@@ -256,46 +229,24 @@ class SealedStorage(WrapperStorage):
                 f"{self.url}/{name} is not sealed, and seal asks for it",
                 hint="`ckpt cp --seal` seals a run; if this one was sealed, somebody has changed it",
             )
-        key = self._ring.opened(self.inner, f"{KEYS}{owner_of(name)}-{header[8:16].hex()}")
-        return SealedFile.of(name, header, key, self._ring.root)
+        _, public, nbytes, _ = _HEADER.unpack(header)
+        secret = self._ring.secret(self.inner, public)
+        key = HKDF(SHA256(), 32, header, self._ring.root + name.encode()).derive(secret)
+        return SealedFile(name, header, AESGCM(key), nbytes, sealed_bytes(nbytes))
 
     def _fill(self, file: SealedFile, start: int, out: memoryview) -> None:
-        if start + len(out) > file.nbytes:
-            raise CorruptError(f"{self.url}/{file.name} ends at byte {file.nbytes}, needed up to {start + len(out)}")
-        room = getattr(_rooms, "kept", None)
-        if room is None:
-            room = _rooms.kept = memoryview(private_memory(_BATCH_BYTES))
-        done = 0
-        while done < len(out):
-            first = (_HEADER.size + start + done) // _ROOM_BYTES
-            begin = first * CHUNK_BYTES
-            upto = min(len(out), file.extent(first + _BATCH_BYTES // CHUNK_BYTES - 1)[1] - start)
-            last = (_HEADER.size + start + upto - 1) // _ROOM_BYTES
-            raw = room[: min((last + 1) * CHUNK_BYTES, file.size) - begin]
+        end = start + len(out)
+        if end > file.nbytes:
+            raise CorruptError(f"{self.url}/{file.name} ends at byte {file.nbytes}, needed up to {end}")
+        first = (_HEADER.size + start) // _ROOM_BYTES * CHUNK_BYTES
+        last = min(file.size, ((_HEADER.size + end - 1) // _ROOM_BYTES + 1) * CHUNK_BYTES)
+        room = memoryview(private_memory(min(_BATCH_BYTES, max(1, last - first))))
+        for begin in range(first, last, _BATCH_BYTES):
+            raw = room[: last - begin]
             self.inner.get_into(file.name, begin, raw)
-            file.open(raw, first, start + done, out[done:upto])
-            done = upto
+            file.open(raw, begin // CHUNK_BYTES, start, out)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for item in self.inner.list(prefix):
             if not item.name.startswith(KEYS):
-                nbytes = item.nbytes if item.name == names.LEASE else plain_bytes(item.nbytes)
-                yield ObjectInfo(item.name, nbytes, item.version)
-
-    def delete(self, *names_: str) -> None:
-        self.inner.delete(*names_)
-        if any(map(names.data_owner, names_)):
-            self._delete_keys()
-
-    def sweep(self) -> int:
-        freed = self.inner.sweep()
-        self._delete_keys()
-        return freed
-
-    def _delete_keys(self) -> None:
-        """Remove the keys of snapshots of which nothing is left; what is newer than all others may be on its way."""
-        keys = {item.name: owner_of(item.name) for item in self.inner.list(KEYS)}
-        left = {owner_of(item.name) for folder in (names.MANIFESTS, names.DATA) for item in self.inner.list(folder)}
-        newest = max(map(names.seq_of, left), default=0)
-        if gone := [name for name, owner in keys.items() if owner not in left and -1 < names.seq_of(owner) < newest]:
-            self.inner.delete(*gone)
+                yield ObjectInfo(item.name, plain_bytes(item.name, item.nbytes), item.version)

@@ -1,7 +1,7 @@
 """A storage whose objects are encrypted and signed, around one that keeps them.
 
 Each object but the lease begins with a header: magic, the public key of the process that wrote it, its size and a salt.
-AES-256-GCM chunks follow, so that the header and the first one, and each of the others, have 256 KiB. Their key is
+AES-256-GCM chunks follow, so that the header and the first one, and each of the others, have 64 KiB. Their key is
 derived (HKDF-SHA256) from the secret of that process, the header, the place and the name; the nonce is the number of
 the chunk. At the end of all but data files is a signature of that process.
 """
@@ -30,7 +30,8 @@ from ckpt_engine.store.storage.retries import ask_apart
 from ckpt_engine.store.storage.seal_keys import KEYS, SIGNATURE_BYTES, KeyRing
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 64 << 10
+"""What is read at least: looking at some rows of each tensor takes one for each of them."""
 _TAG_BYTES = 16
 _ROOM_BYTES = CHUNK_BYTES - _TAG_BYTES
 _BATCH_BYTES = 4 << 20
@@ -202,26 +203,31 @@ class SealedStorage(WrapperStorage):
         if name == names.LEASE:
             return self.inner.get(name, start, nbytes)
         most = names.most_bytes(name)
-        raw = self.inner.get(name, 0, sealed_bytes(most) + SIGNATURE_BYTES if is_signed(name) else _HEADER.size)
+        if not is_signed(name):
+            nbytes = most + 1 if nbytes is None else nbytes
+            part = bytearray(len(range(start, self._known(name).nbytes)[:nbytes]))
+            require_size(f"{self.url}/{name}", len(part), most)
+            self.get_into(name, start, memoryview(part))
+            return bytes(part)
+        raw = self.inner.get(name, 0, sealed_bytes(most) + SIGNATURE_BYTES)
         file = self._file(name, raw[: _HEADER.size])
-        if nbytes is None or is_signed(name):
-            require_size(f"{self.url}/{name}", file.nbytes, most)
-        if is_signed(name):
-            whole = bytearray(file.nbytes)
-            signer = Ed25519PublicKey.from_public_bytes(_HEADER.unpack(file.header)[1])
-            body = self._ring.verified([signer], name, raw, self.url)
-            file.open(memoryview(body), 0, 0, memoryview(whole))
-            return bytes(whole[start:][:nbytes])
-        part = bytearray(len(range(start, file.nbytes)[:nbytes]))
-        self._fill(file, start, memoryview(part))
-        return bytes(part)
+        require_size(f"{self.url}/{name}", file.nbytes, most)
+        signer = Ed25519PublicKey.from_public_bytes(_HEADER.unpack(file.header)[1])
+        body, whole = self._ring.verified([signer], name, raw, self.url), bytearray(file.nbytes)
+        file.open(memoryview(body), 0, 0, memoryview(whole))
+        return bytes(whole[start:][:nbytes])
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         try:
-            self._fill(self._files[name], start, out.cast("B"))
-        except (KeyError, CorruptError):  # the first read, or one of what was replaced
+            self._fill(self._known(name), start, out.cast("B"))
+        except CorruptError:  # of what was replaced the header is another one
+            self._files.pop(name)
+            self._fill(self._known(name), start, out.cast("B"))
+
+    def _known(self, name: str) -> SealedFile:
+        if name not in self._files:
             self._files[name] = self._file(name, self.inner.get(name, 0, _HEADER.size))
-            self._fill(self._files[name], start, out.cast("B"))
+        return self._files[name]
 
     def _file(self, name: str, header: bytes) -> SealedFile:
         if len(header) < _HEADER.size or not header.startswith(names.SEALED):
@@ -240,7 +246,8 @@ class SealedStorage(WrapperStorage):
             raise CorruptError(f"{self.url}/{file.name} ends at byte {file.nbytes}, needed up to {end}")
         first = (_HEADER.size + start) // _ROOM_BYTES * CHUNK_BYTES
         last = min(file.size, ((_HEADER.size + end - 1) // _ROOM_BYTES + 1) * CHUNK_BYTES)
-        room = memoryview(private_memory(min(_BATCH_BYTES, max(1, last - first))))
+        nbytes = min(_BATCH_BYTES, last - first)
+        room = memoryview(private_memory(nbytes) if nbytes > CHUNK_BYTES else bytearray(max(0, nbytes)))
         for begin in range(first, last, _BATCH_BYTES):
             raw = room[: last - begin]
             self.inner.get_into(file.name, begin, raw)

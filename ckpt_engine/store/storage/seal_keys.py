@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from contextlib import suppress
@@ -151,7 +150,6 @@ class KeyRing:
             )
         self._aim = hashlib.sha256(" ".join([*sorted(to or pairs[-1:]), *pairs[:1]]).encode()).digest()
         """Tells for whom keys are wrapped, and who signs that."""
-        self._lock = threading.Lock()
         self.root = b""
         self._own: dict[bytes, Ed25519PrivateKey] = {}
         """The key with which this process signs, by the root: the place may be removed, and made again."""
@@ -164,14 +162,14 @@ class KeyRing:
             SealError: there is no key that vouches for it.
             StorageError
         """
-        with self._lock:
-            self.root = _root_of(storage)
-            if self.root not in self._own:
-                signing, secret = Ed25519PrivateKey.generate(), os.urandom(_KEY_BYTES)
-                public = signing.public_key().public_bytes_raw()
-                self._publish(storage, f"{KEYS}{public.hex()}", secret)
-                self._own[self.root], self._secrets[public] = signing, secret
-            return self._own[self.root]
+        root = self.root = _root_of(storage)
+        if root not in self._own:  # two threads may make one each: both count
+            signing, secret = Ed25519PrivateKey.generate(), os.urandom(_KEY_BYTES)
+            public = signing.public_key().public_bytes_raw()
+            self._publish(storage, f"{KEYS}{public.hex()}", secret)
+            self._secrets[public] = secret
+            self._own[root] = signing
+        return self._own[root]
 
     def secret(self, storage: Storage, public: bytes) -> bytes:
         """What a process encrypts with that signs with the key of this public half.
@@ -179,10 +177,9 @@ class KeyRing:
         Raises:
             SealError: it is missing, not signed by those that count, or not for the key at hand.
         """
-        with self._lock:
-            if public not in self._secrets:
-                self._secrets[public] = self._opened(storage, f"{KEYS}{public.hex()}")
-            return self._secrets[public]
+        if public not in self._secrets:
+            self._secrets[public] = self._opened(storage, f"{KEYS}{public.hex()}")
+        return self._secrets[public]
 
     def _opened(self, storage: Storage, name: str) -> bytes:
         body, where = self._body(storage, name), f"{storage.url}/{name}"

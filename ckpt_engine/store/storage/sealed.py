@@ -221,7 +221,7 @@ class SealedStorage(WrapperStorage):
         try:
             self._fill(self._known(name), start, out.cast("B"))
         except CorruptError:  # of what was replaced the header is another one
-            self._files.pop(name)
+            self._files.pop(name, None)
             self._fill(self._known(name), start, out.cast("B"))
 
     def _known(self, name: str) -> SealedFile:

@@ -18,7 +18,8 @@ CkptError                      CKPT000
 │   ├── CorruptError           CKPT401   truncated, bit-flipped, digest mismatch
 │   ├── ForeignError           CKPT402   not written by ckpt-engine
 │   ├── NewerFormatError       CKPT403   written by a later version
-│   └── PartialError           CKPT404   the shares of some ranks only, the rest is on other nodes
+│   ├── PartialError           CKPT404   the shares of some ranks only, the rest is on other nodes
+│   └── SealError              CKPT405   not sealed or signed as asked for, or there is no key for it
 ├── LeaseHeldError             CKPT500   another process writes this run
 ├── ClosedError                CKPT501   this Checkpointer is closed, or a newer one of its process writes the run
 ├── WriterError                CKPT600   the writer process died or cannot start
@@ -265,6 +266,20 @@ class PartialError(FormatError):
     """
 
     code = "CKPT404"
+
+
+class SealError(FormatError):
+    """Something is not sealed, or not signed by those that `seal.signed_by` accepts, or there is no key to open it.
+
+    - No key, or another one: give `seal.key` or set `$CKPT_KEY_FILE`. Who has only public keys can write a run and
+      not continue it.
+    - Not signed by one of `seal.signed_by`: add the signer if you trust it. Else somebody else wrote this.
+    - Not sealed: `ckpt cp --seal` seals an existing run. If it was sealed, somebody has put something else there.
+
+    A resume passes such a snapshot over for the next older one. docs/seal.md says what sealing protects from.
+    """
+
+    code = "CKPT405"
 
 
 class LeaseHeldError(CkptError):

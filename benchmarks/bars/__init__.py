@@ -35,6 +35,7 @@ NAMES = (
     "cuda",
     "codecs",
     "follow",
+    "seal",
 )
 """Bars in the order in which they run and are shown."""
 STUDIES = ("study-checkfreq", "study-rojas", "study-learned")

@@ -39,6 +39,7 @@ VERBS = {
     "cp": "cp.command",
     "fork": "fork.command",
     "prune": "prune.command",
+    "keys": "keys.keys",
     "pin": "pin.pin",
     "unpin": "pin.unpin",
     "check": "doctor.check",

@@ -15,8 +15,9 @@ import click
 from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.models import Tiers
+from ckpt_engine.config.sections import Seal
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.store.names import RECORD
+from ckpt_engine.store.names import KEY_VARIABLE, RECORD
 from ckpt_engine.tools.stored_run import Run, find_run
 
 _GIVEN = "ckpt_engine.storage_options"
@@ -150,15 +151,22 @@ def resume_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def options_of(root: str, **options: Any) -> Config:
+def options_of(root: str, *, as_plain: bool = False, **options: Any) -> Config:
     """The options that ROOT stands for: a folder, a URL or a ckpt.yaml.
 
-    What `storage_options` were given counts for every storage URL in it; folders take none.
+    What `storage_options` were given counts for every storage URL in it; folders take none. With a key in the
+    environment what has no section `seal` is sealed as well.
+
+    Args:
+        as_plain: it is not.
 
     Raises:
         ConfigError: as `load_config`.
     """
     config = load_config(root, **options)
+    if os.environ.get(KEY_VARIABLE) and not as_plain:
+        sealed = (tier.model_copy(update={"seal": tier.seal or Seal()}) for tier in config.tiers)
+        config = config.model_copy(update={"tiers": Tiers.of(tuple(sealed))})
     context = click.get_current_context(silent=True)
     given: Mapping[str, Any] = context.meta.get(_GIVEN, {}) if context is not None else {}
     if not given:

@@ -67,6 +67,15 @@ class KeepOptions(RulesOptions, total=False):
     components: Mapping[str, RulesOptions]
 
 
+class SealOptions(TypedDict, total=False):
+    """The section `seal`."""
+
+    to: Sequence[str]
+    sign: str
+    key: str
+    signed_by: Sequence[str]
+
+
 class TierOptions(TypedDict, total=False):
     """One of `tiers`."""
 
@@ -82,6 +91,7 @@ class TierOptions(TypedDict, total=False):
     on_failure: Literal["degrade", "fail"]
     codec: str
     storage_options: Mapping[str, Any]
+    seal: SealOptions
 
 
 class LostWorkOptions(TypedDict, total=False):
@@ -175,6 +185,7 @@ class Options(TypedDict, total=False):
     wait_at_end: Duration | None
     keep: KeepOptions | int | None
     protect: Mapping[str, int] | None
+    seal: SealOptions | None
     tiers: Folder | TierOptions | Sequence[Folder | TierOptions] | None
     preemption: PreemptionOptions | None
     status: StatusOptions | None

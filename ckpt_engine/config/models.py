@@ -41,7 +41,7 @@ from ckpt_engine.config.option_types import (
     refuse,
 )
 from ckpt_engine.config.reporting import EventCalls, Log, Status
-from ckpt_engine.config.sections import Keep, KeepRules, Preemption, Protect, ResumeChanges, Rollback, Section
+from ckpt_engine.config.sections import Keep, KeepRules, Preemption, Protect, ResumeChanges, Rollback, Seal, Section
 from ckpt_engine.plugins import CODECS, plugin
 
 SECTION = "section"
@@ -133,6 +133,8 @@ class Tier(Section):
         default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."
     )
 
+    seal: Seal | None = Field(default=None, description="How this tier is sealed, instead of the general way.")
+
     @property
     def is_folder(self) -> bool:
         """Whether it is a folder of this machine, or one that looks so."""
@@ -140,11 +142,12 @@ class Tier(Section):
         return scheme is None or scheme[1].lower() == "file"
 
     def for_storage(self) -> dict[str, Any]:
-        """`storage_options` with what else the storage has to know; a local folder takes none."""
+        """`storage_options` with what else the storage has to know; a local folder takes only how it is sealed."""
+        sealed = {"seal": self.seal.model_dump(exclude_unset=True)} if self.seal is not None else {}
         if self.is_folder:
-            return self.storage_options
+            return {**self.storage_options, **sealed}
         protection = {"protect_days": self.protect.days} if self.protect is not None else {}
-        return {"concurrency": self.concurrency, **protection, **self.storage_options}
+        return {"concurrency": self.concurrency, **protection, **self.storage_options, **sealed}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -248,6 +251,7 @@ class Config(Section):
     )
     keep: KeepRules = Field(default_factory=Keep, description="Which snapshots are kept.")
     protect: Protect | None = Field(default=None, description="How long every snapshot stays, whatever retention says.")
+    seal: Seal | None = Field(default=None, description="Encrypt and sign all that is written; see docs/seal.md.")
     tiers: Annotated[
         tuple[Tier, ...],
         BeforeValidator(_tier_list, json_schema_input_type=str | Tier | Annotated[list[str | Tier], MinLen(1)]),
@@ -341,8 +345,13 @@ class Config(Section):
     @field_validator("tiers", mode="after")
     @classmethod
     def _tiers_fit_together(cls, listed: tuple[Tier, ...], info: ValidationInfo) -> Tiers:
-        own = {"protect": info.data["protect"]} if info.data.get("protect") is not None else {}
-        listed = tuple(one if one.protect or one.url == MEMORY else one.model_copy(update=own) for one in listed)
+        general = {name: info.data[name] for name in ("protect", "seal") if info.data.get(name) is not None}
+        listed = tuple(
+            tier.model_copy(update={name: given for name, given in general.items() if getattr(tier, name) is None})
+            if tier.url != MEMORY
+            else tier
+            for tier in listed
+        )
         tiers = Tiers.of(listed)
         more = ", too: memory does not outlive the machine" if listed else ""
         refuse(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 VARIABLE = "CKPT_REHEARSAL"
-_DROPPED = ("overhead", "max_lost_work", "mtbf", "every_seconds", "at_end", "on")
+_DROPPED = ("overhead", "max_lost_work", "mtbf", "every_seconds", "at_end", "on", "seal")
 """Options that have their defaults in a rehearsal."""
 _ROOTS = "roots.jsonl"
 _ALL = 1_000_000

@@ -172,6 +172,23 @@ class Rollback(Section):
     at_most: Count = Field(default=3, description="Rollbacks in a run; one more divergence ends it for good.")
 
 
+class Seal(Section):
+    """Who can open what is written, and whose signature is accepted. Every object is encrypted and signed."""
+
+    to: tuple[Text, ...] = Field(
+        default=(), description="Recipients, as `ckpt keys show` prints them; none: the one of key, else of sign."
+    )
+    sign: FilePath | None = Field(default=None, description="File of the key that signs; not given: key.")
+    key: FilePath | None = Field(
+        default=None,
+        description="File of the key that opens; not given: the file that $CKPT_KEY_FILE names. "
+        "A trainer that only writes needs none.",
+    )
+    signed_by: tuple[Text, ...] = Field(
+        default=(), description="Recipients whose signature is accepted; none: the one of sign, else of key."
+    )
+
+
 class ResumeChanges(_Begins):  # type: ignore[misc]
     """What the next start changes in the snapshot that it resumes from, once."""
 

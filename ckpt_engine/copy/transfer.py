@@ -203,7 +203,7 @@ def has_file(storage: Storage, file: DataFile) -> bool:
 
 def settle_data(storage: Storage) -> None:
     """Make durable that the data files are there which an earlier attempt has left: it may have died before that."""
-    folder = storage.capabilities.folder
+    folder = storage.capabilities.locks
     if folder is not None:
         folder.settle(names.DATA)
 

@@ -383,7 +383,7 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     if ranks is not None and ranks.size > 1:
         limit = memory.bandwidth if memory is not None else None
         nearest = config.tiers[0]
-        root = open_storage(nearest.url, nearest.for_storage()).capabilities.folder if nearest.is_folder else None
+        root = open_storage(nearest.url, nearest.for_storage()).capabilities.locks if nearest.is_folder else None
         return Session(ranks, root=root, machines=machines, mirror_bytes_per_second=limit)
     if machines:
         what = "parity" if replicate is None else "replicate"

@@ -43,5 +43,5 @@ def locks_are_shared(path: str, mounts: str | None = None) -> bool:
 
 def lockable(storage: Storage) -> Folder | None:
     """The folder of `storage`, if a lock there keeps out everybody."""
-    folder = storage.capabilities.folder
+    folder = storage.capabilities.locks
     return folder if folder is not None and locks_are_shared(folder.root) else None

@@ -244,7 +244,12 @@ def _check_version(body: bytes) -> bool:
 
 
 def _stranger(data: bytes) -> CorruptError | ForeignError:
-    """Why `data` does not begin like a manifest: other JSON is foreign, anything else is taken for damage."""
+    """Why `data` does not begin like a manifest: other JSON is foreign, anything else is taken for damage.
+
+    Raises:
+        SealError: it is sealed.
+    """
+    names.refuse_sealed(data)
     try:
         json.loads(data[: _STRANGER_BYTES + 1])  # cut off it is no JSON
     except (ValueError, RecursionError):

@@ -26,6 +26,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckpt_engine.errors import SealError
+
 RECORD = "ckpt.json"
 LEASE = "lease.json"
 STATUS = "status.json"
@@ -38,6 +40,10 @@ DATA = "data/"
 PINS = "pins/"
 PARTS = "parts/"
 ROWS = "replay/"
+SEALED = b"CKPTSEAL"
+"""What each sealed object begins with."""
+KEY_VARIABLE = "CKPT_KEY_FILE"
+"""The environment variable that names the file of the key that opens."""
 
 MANIFEST_BYTES = 128 << 20
 """The most that a manifest, a part record or the catalog may have. Data files have no limit."""
@@ -193,6 +199,15 @@ def most_bytes(name: str) -> int:
     if rows_rank(name) is not None:
         return ROWS_BYTES
     return MANIFEST_BYTES + (SMALL_BYTES if pin_id(name) else 0)
+
+
+def refuse_sealed(data: bytes) -> None:
+    """Raises `SealError` for the bytes of a sealed object, which nothing but its storage reads."""
+    if data.startswith(SEALED):
+        raise SealError(
+            "this run is sealed",
+            hint=f"name a ckpt.yaml with the section seal, or set {KEY_VARIABLE} for the command line",
+        )
 
 
 def is_ours(name: str) -> bool:

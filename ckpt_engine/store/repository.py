@@ -566,6 +566,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
     try:
         row = unseal(data, where)
     except CorruptError as err:
+        names.refuse_sealed(data)
         raise CorruptError(err.message, hint=hint) from err
     with json_checks.reading(f"{where} is damaged", hint):
         json_checks.require(bool(row), "it says nothing")

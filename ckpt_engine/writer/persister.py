@@ -18,6 +18,7 @@ from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
 from ckpt_engine.errors import (
     CkptError,
+    ConfigError,
     FormatError,
     LeaseHeldError,
     StorageError,
@@ -104,6 +105,7 @@ class Persister:
 
         Raises:
             LeaseHeldError: another writer holds it, naming it.
+        ConfigError: it cannot be sealed.
             ForeignError, CorruptError, NewerFormatError: the folder is not ours to write.
             StorageError: it cannot be written.
         """
@@ -111,6 +113,11 @@ class Persister:
         holder = config.holder or LeaseHolder.current()
         policy = policy_of(config, self._report.warn)
         plain = open_storage(config.url, config.storage_options)
+        if len(config.ranks.places) > 1 and plain.capabilities.rotate is not None:
+            raise ConfigError(
+                f"{plain.url} is a folder of each node, and cannot be sealed: nodes read each other's files",
+                hint="name a folder that all nodes see, or an object store, as the nearest tier",
+            )
         self._lane = lane = StuckCallRunner(plain.url)
         self.rows = RowFile(plain, self._report.emit)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)

@@ -108,7 +108,7 @@ class PrimaryTier:
         self._policy = policy
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
-        self._device = device_of(folder.root) if (folder := repository.storage.capabilities.folder) else None
+        self._device = device_of(folder.root) if (folder := repository.storage.capabilities.locks) else None
         self._report = Reporter(emit)
         self._made_room = made_room
         self._aside = aside
@@ -411,7 +411,7 @@ class PrimaryTier:
             storage = self.repository.storage
             self._let_go()
             self._aside.waiting.moved(LEASE_SECONDS)
-            removed, folder = Repository(storage).record() is None, storage.capabilities.folder
+            removed, folder = Repository(storage).record() is None, storage.capabilities.locks
             if removed and folder is not None and device_of(folder.root) != self._device:
                 raise StorageMissingError(
                     f"the disk of {self._config.url} is gone, and the folder would be made on another one",

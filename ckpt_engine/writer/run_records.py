@@ -172,7 +172,7 @@ class StatusWriter:
         emit: Callable[[Event], object],
     ) -> None:
         self._nearest = nearest
-        self._folder = nearest.capabilities.folder
+        self._folder = nearest.capabilities.locks
         self._holder = holder
         self._now = now
         self._report = Reporter(emit)

@@ -37,7 +37,11 @@ def _rows(section: type[Section], prefix: str = "") -> dict[str, tuple[str, str]
             default = "`1%`" if name == "overhead" else f"`{json.dumps(field.default, default=list).strip(chr(34))}`"
         rows[f"{prefix}{name}"] = (default, field.description or "")
         inner = _inner_section(field.annotation)
-        if inner and f"{prefix}{name}" not in ("tiers.keep", "keep.components"):  # the same as the general ones
+        if inner and f"{prefix}{name}" not in (
+            "tiers.keep",
+            "tiers.seal",
+            "keep.components",
+        ):  # the same as the general ones
             rows |= _rows(inner, f"{prefix}{name}.")
     return rows
 

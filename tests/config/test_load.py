@@ -76,6 +76,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "wait_at_end",
         "keep",
         "protect",
+        "seal",
         "tiers",
         "preemption",
         "status",

@@ -31,6 +31,7 @@ SECTIONS = {
     config.OnOptions: reporting.EventCalls,
     config.RollbackOptions: sections.Rollback,
     config.ResumeOptions: sections.ResumeChanges,
+    config.SealOptions: sections.Seal,
 }
 
 

@@ -16,7 +16,7 @@ from ckpt_engine.errors import ConfigError
 KEEP = "last, every_n_steps, hourly, daily, weekly, age, best, quota, min_free, components"
 TIER = (
     "url, every, every_n_steps, replicate, parity, keep, protect, bandwidth, concurrency, on_failure, codec, "
-    "storage_options"
+    "storage_options, seal"
 )
 ALL = ", ".join(OPTION_NAMES)
 

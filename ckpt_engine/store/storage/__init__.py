@@ -5,6 +5,7 @@ From a URL to the storage that serves it: local, S3 by our own streaming uploads
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt_engine.errors import StorageError
 from ckpt_engine.plugins import STORAGES, plugin
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.object_options import ObjectOptions
@@ -21,6 +23,8 @@ from ckpt_engine.store.storage.object_requests import split_url
 S3_SCHEMES = ("s3", "s3a")
 TRANSPORTS = ("fsspec", "obstore")
 """Values of the option `transport` of any object store; the first one is the default."""
+SEAL = "seal"
+"""The option of any storage that says how it is sealed: arguments of `KeyRing`."""
 _NONE: Mapping[str, object] = MappingProxyType({})
 
 
@@ -39,6 +43,8 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, object] = _N
         ConfigError: a package that registers the scheme cannot be imported.
     """
     text = os.fspath(url)
+    if SEAL in options:
+        return _sealed(text, options)
     scheme = text.partition("://")[0].lower() if "://" in text else "file"
     if scheme != "file":
         return open_objects(text, options)
@@ -61,6 +67,18 @@ def require_served(url: str, options: Mapping[str, object] = _NONE) -> None:
         ObjectOptions.split(options)
         return
     open_storage(url, options)
+
+
+def _sealed(url: str, options: Mapping[str, object]) -> Storage:
+    try:
+        from ckpt_engine.store.storage.sealed import SealedStorage, ring_of
+    except ImportError as err:
+        raise StorageError(
+            f"seal needs a package that is not installed, or is too old: {err}",
+            hint="pip install 'ckpt-engine[seal]'",
+        ) from err
+    inner = open_storage(url, {name: value for name, value in options.items() if name != SEAL})
+    return SealedStorage(inner, ring_of(inner.url, json.dumps(options[SEAL]), os.environ.get(names.KEY_VARIABLE)))
 
 
 def _local_path(text: str) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.partial_file import PartialFile
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 
 if TYPE_CHECKING:
     from ckpt_engine.store.manifest import Manifest
@@ -49,6 +50,7 @@ class Capabilities:
 
     Args:
         folder: its objects are files of this folder.
+        locks: the folder whose files can be locked, also where others have other bytes than its objects.
         metered: makes the same storage with another meter, which is made of the one it has.
         versions: its conditional writes.
         view: bytes of a data file where they are in memory; raises as `get_into`.
@@ -63,6 +65,7 @@ class Capabilities:
         silent_seconds: how long a request has been without a sign; 0: there is none.
         server_seconds: asks for the server's wall clock; None: it does not tell.
         encrypted: whether the channel protects the bytes.
+        rotate: wraps the keys of what is sealed for the recipients of now, and says how many; needs the lease.
         duplicate: of another storage, what makes the object of a name here as it is there, in the place of one that is
             here, without its bytes passing this process; it says whether it could. None: nothing can.
         retain: has the store refuse to delete objects that are there, for the days that the storage was given; says why
@@ -70,6 +73,7 @@ class Capabilities:
     """
 
     folder: Folder | None = None
+    locks: Folder | None = None
     metered: Callable[[Callable[[Meter], Meter]], Storage] | None = None
     versions: Versions | None = None
     view: Callable[[str, int, int], memoryview] | None = None
@@ -84,6 +88,7 @@ class Capabilities:
     silent_seconds: Callable[[], float] | None = None
     server_seconds: Callable[[], float | None] | None = None
     encrypted: Callable[[], bool] | None = None
+    rotate: Callable[[], int] | None = None
     duplicate: Callable[[Storage], Duplicate | None] = lambda _: None
     retain: Callable[[Sequence[str]], str | None] | None = None
 
@@ -303,7 +308,7 @@ class MeteredStorage(WrapperStorage):
         return replace(super().capabilities, metered=lambda wrap: MeteredStorage(self.inner, wrap(self._meter)))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        self._meter.take_turn(sum(block.nbytes for block in blocks))
+        self._meter.take_turn(MemoryBlocks.of(blocks).nbytes)
         self.inner.put(name, blocks, exclusive=exclusive)
 
 

@@ -324,13 +324,19 @@ def read_into(path: str, start: int, out: memoryview) -> int:
         return done
 
 
+def private_memory(nbytes: int) -> mmap.mmap:
+    """New memory that begins at a page, of huge pages where the kernel has them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel that was built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def _bounce() -> mmap.mmap:
     """Memory of this thread for what cannot be read to where it belongs."""
     room: mmap.mmap | None = getattr(_rooms, "kept", None)
     if room is None:
-        room = _rooms.kept = mmap.mmap(-1, BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel that was built without them
-            room.madvise(mmap.MADV_HUGEPAGE)
+        room = _rooms.kept = private_memory(BOUNCE_BYTES)
     return room
 
 

@@ -37,6 +37,7 @@ from ckpt_engine.store.storage.disk import (
     write_blocks,
 )
 from ckpt_engine.store.storage.partial_file import PartialFile, reserve
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 from ckpt_engine.undo import on_failure
 
 TEMP = ".tmp-"
@@ -72,6 +73,7 @@ class LocalStorage:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             folder=self,
+            locks=self,
             metered=self._metered,
             cheap_reads=True,
             slow_answers=False,
@@ -109,7 +111,7 @@ class LocalStorage:
             self.make_folder(folder)
             if exclusive and os.path.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            nbytes = sum([block.nbytes for block in blocks])
+            nbytes = blocks.nbytes if isinstance(blocks, MemoryBlocks) else sum([block.nbytes for block in blocks])
             if nbytes >= DIRECT_MIN_BYTES:
                 # Fail before a big write rather than after it has filled the disk for everybody.
                 stat = os.statvfs(folder)

@@ -35,6 +35,7 @@ from ckpt_engine.store.storage.object_requests import (
     require_stored,
 )
 from ckpt_engine.store.storage.retries import Backoff, is_hopeless
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 from ckpt_engine.undo import on_failure
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a", "hf"})
@@ -141,7 +142,7 @@ class FsspecStorage(ObjectStore):
         if exclusive:  # else another may have replaced it by now
             there = self._info(path)
             nbytes = None if there is None else int(there["size"])
-            require_stored(path, sum(block.nbytes for block in blocks), nbytes)
+            require_stored(path, MemoryBlocks.of(blocks).nbytes, nbytes)
 
     def _write_and_move(self, path: str, blocks: Sequence[memoryview], *, exclusive: bool) -> None:
         folder, _, file = path.rpartition("/")

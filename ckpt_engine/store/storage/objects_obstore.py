@@ -117,7 +117,7 @@ class ObstoreStorage(ObjectStore):
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         key = self._key(name)
         token = os.urandom(16).hex()
-        with closing(MemoryBlocks(blocks)) as whole:
+        with closing(MemoryBlocks.of(blocks)) as whole:
             self._trying(lambda: self._put(key, whole, token, exclusive=exclusive), "write", name)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:

@@ -133,7 +133,7 @@ class S3Storage(ObjectStore):
         self._calls.run(self._calls.client(), "open", "")
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        with closing(MemoryBlocks(blocks)) as whole:
+        with closing(MemoryBlocks.of(blocks)) as whole:
             self._calls.run(self._put(name, self._key(name), whole, exclusive=exclusive), "write", name)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:

@@ -57,6 +57,11 @@ class MemoryBlocks:
         self._blocks = [memoryview(block).cast("B") for block in blocks if block.nbytes]
         self.nbytes = sum(len(block) for block in self._blocks)
 
+    @classmethod
+    def of(cls, blocks: Sequence[memoryview]) -> MemoryBlocks:
+        """The same bytes; a subclass makes them when they are read."""
+        return blocks if isinstance(blocks, MemoryBlocks) else cls(blocks)
+
     def close(self) -> None:
         """Let go of the memory, also if there are references to this."""
         for block in self._blocks:

@@ -32,7 +32,7 @@ def main(job: dict[str, Any]) -> None:
         store = TCPStore("127.0.0.1", job["port"], is_master=False, timeout=PATIENCE)
         shared: Any = GroupStore(store, f"engine{job['life']}")
         ranks = ThreadRanks(rank, size, shared, node=job["node"])
-        ckpt = Checkpointer(tiers=[job["memory"], job["root"]], ranks=ranks, linger=60)
+        ckpt = Checkpointer(tiers=[job["memory"], job["root"]], ranks=ranks, linger=60, seal=job.get("seal"))
         state = ckpt.load()
         step = check(state, rank) if state is not None else 0
         if rank == first:

@@ -6,10 +6,13 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
+from ckpt_engine.store import names
+from ckpt_engine.store.storage.seal_keys import KeyPair
 from tests.restore.peers.cluster import Cluster
 
 REPLICATE = {"url": "memory", "replicate": 1}
@@ -88,3 +91,28 @@ def test_two_lost_machines_of_a_parity_group_leave_what_is_durable(tmp_path: Pat
     log = cluster.log.read_text()
     assert "the shares of ranks 1, 2 of" in log
     assert "what is durable is resumed from" in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("memory", "machines"), [(REPLICATE, 2), ({"url": "memory", "parity": 4}, 4)])
+def test_shares_of_a_sealed_run_are_kept_in_memory_and_sealed_on_disk(
+    tmp_path: Path, store: TCPStore, memory: dict[str, Any], machines: int
+) -> None:
+    """A lost machine costs a step; where all writers are lost too the sealed snapshot of all ranks is resumed."""
+    KeyPair.make(str(tmp_path / "key"))
+    with Cluster(tmp_path / "run", store, machines, memory, machines, durable_every=15) as cluster:
+        cluster.job["seal"] = {"key": str(tmp_path / "key")}
+        assert cluster.start()[2] == "nowhere"
+        cluster.nodes[0].until_taken(4)
+        taken = cluster.kill({machines - 1})
+        _, step, place = cluster.start()
+        assert (place, int(step) in taken[-2:]) == ("memory", True), (step, place, taken)
+        while not list((tmp_path / "run" / "snapshots").glob("*")):
+            cluster.nodes[0].until_taken(len(cluster.nodes[0].taken) + 1)
+        cluster.kill(set(range(machines)))
+        what, _, place = cluster.start()
+        assert (what, place) == ("resumed", (tmp_path / "run").as_uri())
+    data = list((tmp_path / "run" / "data").iterdir())
+    assert len(data) >= machines
+    assert all(path.read_bytes().startswith(names.SEALED) for path in data)

@@ -103,7 +103,7 @@ class Cadence:
         self._next = _NOT_STARTED
 
     def _begin(self, step: int, now: float) -> None:
-        self._steps = StepTimes(self._steps.prior)
+        self._steps = StepTimes(self._steps.prior, WARM_UP_STEPS)
         self._account = Account(self._account.earlier)
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
         self._adaptive.restart(step)
@@ -119,8 +119,6 @@ class Cadence:
         self._retry_time = -math.inf
         self._next = step + 1
         self._durable_step = self._quiet_step = step
-        self._warm_up = WARM_UP_STEPS
-        self._add_clean: Callable[[float], None] = self._add_warm_up
         self._wake_step: float = -1
         self._wake_time = math.inf
         self._memory_review = step + WARM_UP_STEPS + ENOUGH_STEPS
@@ -169,7 +167,7 @@ class Cadence:
         self._paused = 0.0
         self._next = step + 1
         self._account.training_seconds += seconds
-        add = self._steps.add_disturbed if self._disturbed else self._add_clean
+        add = self._steps.add_disturbed if self._disturbed else self._steps.add_clean
         if count == 1:
             add(seconds)
         else:
@@ -385,12 +383,6 @@ class Cadence:
         self._account.earlier = learned.account
         self._steps = StepTimes(learned.step_seconds)
 
-    def _add_warm_up(self, _seconds: float) -> None:
-        """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
-        self._warm_up -= 1
-        if self._warm_up <= 0:
-            self._add_clean = self._steps.clean.append
-
     def _not_ahead(self, step: int, now: float) -> str | None:
         """Of `boundary` at the first step, the same one once more, or an earlier one."""
         if step < self._next - 1:
@@ -429,8 +421,9 @@ class Cadence:
     def _learn(self, step: int) -> None:
         for settled in self._settled:
             self._in_flight.remove(settled)
-            stall, slowdown = settled.stall_seconds, self._steps.take_slowdown()
-            self._account.slowdown_seconds += self._meter.add_cost(stall, slowdown)
+            over = math.inf if settled.latency_seconds is None else settled.instant + settled.latency_seconds
+            slowdown = self._steps.take_slowdown(0.0 if self._in_flight else max(0.0, self._mark - over))
+            self._account.slowdown_seconds += self._meter.add_cost(settled.stall_seconds, slowdown)
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
             self._adaptive.uneven = self._steps.uneven

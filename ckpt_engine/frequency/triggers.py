@@ -174,7 +174,7 @@ class AdaptiveTrigger:
         self.review_step = 0
         self.calibrating = False
         self.uneven = False
-        """Some steps are slow for reasons of their own, perhaps at regular distances: see `_spread`."""
+        """Some steps are slow or quick for reasons of their own, perhaps at regular distances: see `_spread`."""
         self._windows = self._windows_without_quiet = 0
 
     def restart(self, step: int) -> None:
@@ -233,7 +233,7 @@ class AdaptiveTrigger:
         return TriggerAnswer(due=False, again_step=again, again_time=min(deadline, now + hold * each - since))
 
     def _spread(self) -> float:
-        """A factor on the interval, around 1: what is slow at regular distances must not meet each snapshot, or none.
+        """A factor on the interval, around 1: what comes at regular distances must not meet each snapshot, or none.
 
         Multiples of the golden ratio fill a range more evenly than chance does (Weyl 1916).
         """

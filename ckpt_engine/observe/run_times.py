@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.observe.clock import Clock, age_of_process
 from ckpt_engine.observe.events import AttemptsFound
-from ckpt_engine.observe.number_types import Seconds
+from ckpt_engine.observe.number_types import Seconds, SignedSeconds
 
 if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
@@ -37,6 +37,17 @@ of one snapshot the stall, the slowdown, the time until it is durable, that of o
 how long a rank has waited, on average, for others that snapshots blocked longer; the overhead of all snapshots as a
 share of training, and the budget for it, 0.0 where there is none; the time until the next one is due."""
 
+_NO_PARTS = ("slowdown_error", "idle", "slowdown_estimate")
+
+
+def believed(estimate: float, error: float) -> float:
+    """What is believed of an estimate, given its standard error.
+
+    What chance explains is none (up to 1.7 errors: one of 25), and what is clearly above it counts in full: of four
+    errors 0.96, of ten 0.999.
+    """
+    return estimate * max(0.0, 1.0 - 9.0 * (error / estimate) ** 4) if estimate > 0.0 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunSpent:
@@ -44,7 +55,7 @@ class RunSpent:
 
     Args:
         productive: training that was not lost, less `slowdown`; a step under way counts.
-        slowdown: by which steps next to snapshots were longer, as estimated.
+        slowdown: by which steps next to snapshots were longer, as believed.
         stall: that snapshots blocked training.
         fence: that training waited for a copy before it changed what is copied.
         replay: work that was done before a failure already, and steps that a failure has cut off.
@@ -54,8 +65,9 @@ class RunSpent:
         end: after the last step, until the last snapshot was durable.
         down: no process trained.
         unknown: of attempts that have recorded no more than how long they lasted.
-        slowdown_error: standard error of `slowdown`; no part of the sum.
+        slowdown_error: standard error of `slowdown_estimate`; no part of the sum.
         idle: that a rank waited, on average, for others that a snapshot blocked longer; in other parts already.
+        slowdown_estimate: the sum of all attempts, signed: chance cancels out before any of it is believed.
     """
 
     productive: Seconds = 0.0
@@ -71,6 +83,7 @@ class RunSpent:
     unknown: Seconds = 0.0
     slowdown_error: Seconds = 0.0
     idle: Seconds = 0.0
+    slowdown_estimate: SignedSeconds = 0.0
 
     @property
     def wall(self) -> float:
@@ -80,7 +93,7 @@ class RunSpent:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by name that make up the sum."""
-        return {name: seconds for name, seconds in asdict(self).items() if name not in ("slowdown_error", "idle")}
+        return {name: seconds for name, seconds in asdict(self).items() if name not in _NO_PARTS}
 
     @property
     def idle_share(self) -> float:
@@ -104,13 +117,16 @@ class RunSpent:
         new = dict.fromkeys(self.parts, 0.0) | {name: times.get(name, 0.0) for name in TIMES}
         training = new.pop("training")
         share = training / (training + new["replay"]) if training > 0.0 else 0.0
-        new["slowdown"] = min(share * times.get("slowdown", 0.0), training)
+        estimate = self.slowdown_estimate + share * times.get("slowdown", 0.0)
+        error = math.hypot(self.slowdown_error, times.get("slowdown_error", 0.0))
+        trained = self.productive + self.slowdown + training
+        new["slowdown"] = min(believed(estimate, error), trained) - self.slowdown
         new["productive"] = training - new["slowdown"]
         new[rest] += max(0.0, lasted - sum(times.get(name, 0.0) for name in TIMES))
         new["down"] = max(0.0, down)
-        error = math.hypot(self.slowdown_error, times.get("slowdown_error", 0.0))
         sums = {name: was + new[name] for name, was in self.parts.items()}
-        return RunSpent(**sums, slowdown_error=error, idle=self.idle + times.get("idle", 0.0))
+        idle = self.idle + times.get("idle", 0.0)
+        return RunSpent(**sums, slowdown_error=error, idle=idle, slowdown_estimate=estimate)
 
     def numbers(self) -> dict[str, float]:
         """All of it for loggers and monitors: `run_stall_seconds` and so on, whose sum is wall time."""

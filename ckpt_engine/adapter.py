@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt_engine.observe.curves import EventFiles as EventFiles
     from ckpt_engine.observe.curves import TrackedRun as TrackedRun
     from ckpt_engine.observe.curves import WriterCurve as WriterCurve
+    from ckpt_engine.observe.hook_time import hook_time as hook_time
     from ckpt_engine.observe.resume_report import NotRestored as NotRestored
     from ckpt_engine.observe.resume_report import Restored as Restored
     from ckpt_engine.ranks.process_group import ProcessGroupRanks as ProcessGroupRanks
@@ -79,6 +80,7 @@ _HOMES = {
     "Variables": "ckpt_engine.audit.attributes",
     "WriterCurve": "ckpt_engine.observe.curves",
     "attach": "ckpt_engine.data.position",
+    "hook_time": "ckpt_engine.observe.hook_time",
     "load_config": "ckpt_engine.config",
     "of_framework": "ckpt_engine.whose_code",
     "parts_of": "ckpt_engine.state.sharding",
@@ -119,6 +121,7 @@ __all__ = [
     "Variables",
     "WriterCurve",
     "attach",
+    "hook_time",
     "load_config",
     "of_framework",
     "parts_of",

@@ -193,6 +193,11 @@ class Cadence:
         self._account.slowdown_seconds += seconds - self._background_seconds
         self._background_seconds = seconds
 
+    def hooks(self, seconds: float) -> None:
+        """The engine's own hooks have taken `seconds` of training since the last boundary."""
+        self._paused += seconds
+        self._account.hook_seconds += seconds
+
     def exclude(self, seconds: float) -> None:
         """`seconds` since the last boundary were not training: validation, logging of the user, a debugger."""
         self._paused += measured(seconds)
@@ -328,7 +333,7 @@ class Cadence:
 
     @property
     def overhead_fraction(self) -> float:
-        """(stalls + fences + waits + slowdown) / training time without them, earlier attempts included."""
+        """(stalls + fences + waits + slowdown + hooks) / training time without them, earlier attempts included."""
         return self._account.overhead_fraction
 
     @property
@@ -436,7 +441,7 @@ class Cadence:
     def _basis(self) -> tuple[Costs, float | None, FarCosts | None]:
         """What a decision follows from besides failures: costs of a snapshot, of one in memory, of a further copy."""
         self._step_seconds = self._steps.step_seconds()
-        costs = self._meter.costs(self._step_seconds)
+        costs = self._meter.costs(self._step_seconds, self._account.hook_share)
         memory_seconds = None if self._settings.memory is None else self._memory.cost_seconds
         if memory_seconds is not None and not self._meter.known:
             costs = replace(costs, stall_seconds=memory_seconds + ASSUMED_STALL_SECONDS)

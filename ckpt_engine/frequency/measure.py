@@ -459,7 +459,7 @@ class CostMeter:
         self._busy.append(busy_seconds)
         self._written = written_bytes
 
-    def costs(self, step_seconds: float) -> Costs:
+    def costs(self, step_seconds: float, hook_share: float = 0.0) -> Costs:
         """The estimates as the policy takes them."""
         return Costs(
             step_seconds=step_seconds,
@@ -469,6 +469,7 @@ class CostMeter:
             busy_seconds=second_highest(self._busy),
             written_bytes=self._written,
             worst_latency_seconds=max(self._latencies, default=0.0),
+            hook_share=round(hook_share, 4),
         )
 
     def to_json(self) -> dict[str, float]:

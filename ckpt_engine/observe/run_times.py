@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.observe.clock import Clock, age_of_process
 from ckpt_engine.observe.events import AttemptsFound
+from ckpt_engine.observe.hook_time import hook_time
 from ckpt_engine.observe.number_types import Seconds, SignedSeconds
 
 if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
 
-TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "validation", "end")
+TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "hooks", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
 MEASURED = (
     "slowdown",
@@ -58,6 +59,7 @@ class RunSpent:
         slowdown: by which steps next to snapshots were longer, as believed.
         stall: that snapshots blocked training.
         fence: that training waited for a copy before it changed what is copied.
+        hooks: that training spent in the engine's own hooks at each step, whether a snapshot followed or not.
         replay: work that was done before a failure already, and steps that a failure has cut off.
         restore: reading a snapshot.
         startup: from the start of a process until it trains, `restore` not included.
@@ -74,6 +76,7 @@ class RunSpent:
     slowdown: Seconds = 0.0
     stall: Seconds = 0.0
     fence: Seconds = 0.0
+    hooks: Seconds = 0.0
     replay: Seconds = 0.0
     restore: Seconds = 0.0
     startup: Seconds = 0.0
@@ -159,6 +162,7 @@ class RunTimes:
         """The last one that is complete."""
         self._until = self._now() - age
         self._waited = 0.0
+        self._hooked = hook_time.seconds
         self._reached = -1
         self._fresh = self._trains = self._stepped = False
         self._earlier, self._ended = RunSpent(), 0.0
@@ -180,6 +184,15 @@ class RunTimes:
         """Training made no progress for so long, for a reason of `TIMES`."""
         self.seconds[name] += seconds
         self._waited += seconds
+        hook_time.leave_out(seconds)
+
+    def hooked(self) -> float:
+        """Seconds that hooks have taken since the last call."""
+        seconds = hook_time.seconds - self._hooked
+        self._hooked += seconds
+        self.seconds["hooks"] += seconds
+        self._waited += seconds
+        return seconds
 
     def blocked(self) -> float:
         """Seconds that snapshots have blocked training."""

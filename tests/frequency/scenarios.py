@@ -22,7 +22,7 @@ from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.tools.simulate import FurtherTier, Restart
-from tests.cli.test_truth import JOBS, WITHIN, useful_shares
+from tests.cli.test_truth import JOBS, WITHIN, errors
 from tests.frequency.rig import IrregularJob, IrregularTraining
 from tests.frequency.test_irregular import (
     BUDGET,
@@ -338,10 +338,9 @@ def _lost_by_a_new_run(lives: Sequence[float], rng: random.Random) -> float:
 
 
 def misjudged(job: str) -> float:
-    """By how much `ckpt goodput` and `ckpt plan`, whichever errs more, miss the share of useful work."""
+    """By how much `ckpt goodput` and `ckpt plan`, whichever errs more, miss the share of useful work on average."""
     with tempfile.TemporaryDirectory() as folder:
-        truth, *found = useful_shares(job, Path(folder))
-    return max(abs(one - truth) for one in found)
+        return max(map(abs, errors(job, Path(folder))))
 
 
 def rows() -> Iterator[Row]:

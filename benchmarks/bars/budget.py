@@ -227,7 +227,9 @@ def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: flo
 
     truth, low, high = measured(lambda one: one.wall)
     far = [(on, off) for on, off in pairs if on.steps == 1]
-    timed = interval([off.wall + on.hooks if on.steps == 1 else on.wall for on, off in pairs], [b.wall for _, b in pairs])
+    timed = interval(
+        [off.wall + on.hooks if on.steps == 1 else on.wall for on, off in pairs], [b.wall for _, b in pairs]
+    )
     beyond = interval([on.wall - on.hooks for on, _ in far], [off.wall for _, off in far])
     ways = {
         "processor time of the trainer": lambda one: one.trainer,

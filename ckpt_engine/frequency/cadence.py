@@ -245,8 +245,6 @@ class Cadence:
     def fence(self, seconds: float) -> None:
         """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
         seconds = measured(seconds)
-        if seconds == 0.0:
-            return
         self._paused += seconds
         self._account.paused_seconds += seconds
         if not self._memory.fenced(seconds) and self._in_flight:

@@ -428,8 +428,8 @@ class CostMeter:
     @property
     def slowdown_of_all(self) -> tuple[float, float]:
         """Seconds by which all snapshots so far have made steps longer together, and the standard error of that."""
-        seconds, slow = self._all.seconds, self._slow_seconds
-        return slow + self._all.share * max(0.0, seconds - slow), seconds * self._all.factor_error
+        longer = self._all.share * max(0.0, self._all.seconds - self._slow_seconds)
+        return self._slow_seconds + longer, self._all.seconds * self._all.factor_error
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
         """What one snapshot took from training, whether or not it became durable.

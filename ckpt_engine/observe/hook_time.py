@@ -25,12 +25,11 @@ class HookTime:
 
         @wraps(hook)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            before = self.seconds
-            began = self._now()
+            began = self._now() - self.seconds
             try:
                 return hook(*args, **kwargs)
             finally:
-                self.seconds = before + self._now() - began
+                self.seconds = self._now() - began
 
         return run
 

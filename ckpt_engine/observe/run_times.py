@@ -38,8 +38,6 @@ of one snapshot the stall, the slowdown, the time until it is durable, that of o
 how long a rank has waited, on average, for others that snapshots blocked longer; the overhead of all snapshots as a
 share of training, and the budget for it, 0.0 where there is none; the time until the next one is due."""
 
-_NO_PARTS = ("slowdown_error", "idle", "slowdown_estimate")
-
 
 def believed(estimate: float, error: float) -> float:
     """What is believed of an estimate, given its standard error.
@@ -96,7 +94,11 @@ class RunSpent:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by name that make up the sum."""
-        return {name: seconds for name, seconds in asdict(self).items() if name not in _NO_PARTS}
+        return {
+            name: seconds
+            for name, seconds in asdict(self).items()
+            if name not in ("slowdown_error", "idle", "slowdown_estimate")
+        }
 
     @property
     def idle_share(self) -> float:
@@ -162,7 +164,7 @@ class RunTimes:
         """The last one that is complete."""
         self._until = self._now() - age
         self._waited = 0.0
-        self._hooked = hook_time.seconds
+        self._other_hooks = hook_time.seconds
         self._reached = -1
         self._fresh = self._trains = self._stepped = False
         self._earlier, self._ended = RunSpent(), 0.0
@@ -188,8 +190,7 @@ class RunTimes:
 
     def hooked(self) -> float:
         """Seconds that hooks have taken since the last call."""
-        seconds = hook_time.seconds - self._hooked
-        self._hooked += seconds
+        seconds = hook_time.seconds - self._other_hooks - self.seconds["hooks"]
         self.seconds["hooks"] += seconds
         self._waited += seconds
         return seconds

@@ -257,7 +257,9 @@ class IrregularJob(SimulatedJob):
         self.lives: list[IrregularTraining] = []
 
     def _begin(self, **how: Any) -> Training:
-        self.lives.append(IrregularTraining(**{"certain": False, "seed": 1000 * self.seed + len(self.lives), **self.training}, **how))
+        self.lives.append(
+            IrregularTraining(**{"certain": False, "seed": 1000 * self.seed + len(self.lives), **self.training}, **how)
+        )
         return self.lives[-1]
 
     @property

@@ -1,4 +1,4 @@
-"""What a tracked run costs a training process, to a tenth of a percent: single steps with and without, in one process."""
+"""What a tracked run costs training, to a tenth of a percent: single steps with and without, in one process."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class TakenSnapshot:
 class Learned:
     """What a run knows about its failures and its snapshots; None: not known yet.
 
-    `account`: seconds of clean training, of snapshots and of hooks since the run began. `before`: what was believed before the
-    first attempt that the nearest tier knows of, where another one was lost.
+    `account`: seconds of clean training, of snapshots and of hooks since the run began. `before`: what was believed
+    before the first attempt that the nearest tier knows of, where another one was lost.
     """
 
     failures: FailureBelief

@@ -50,7 +50,7 @@ class Size:
 
 
 SIZES = {
-    Scale.FULL: Size(4_000_000, 6000, 300),
+    Scale.FULL: Size(4_000_000, 5400, 300),
     Scale.QUICK: Size(4_000_000, 1000, 200),
     Scale.TINY: Size(20_000, 20, 5),
 }

@@ -27,7 +27,7 @@ from benchmarks.workloads import SEED, perceptron
 from ckpt_engine import Checkpointer
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.observe.events import AttemptsFound
-from ckpt_engine.observe.hook_time import hook_time
+from ckpt_engine.observe.run_times import RunTimes, hook_time
 
 TITLE = "Budget: single steps with and without snapshots in turn, in one process"
 BUDGET = 0.01
@@ -86,6 +86,7 @@ class Loop:
         self._loss = nn.CrossEntropyLoss()
         self._checkpointer = checkpointer
         self.cadence: Cadence | None = None
+        self.times: RunTimes | None = None
         self._steps = self._train()
 
     def run(self, steps: int) -> int:
@@ -105,7 +106,7 @@ class Loop:
     def _train(self) -> Iterator[None]:
         if self._checkpointer is not None:
             run = self._checkpointer.track(model=self._model, optimizer=self._optimizer, loader=self._loader)
-            self.cadence = run._run.cadence
+            self.cadence, self.times = run._run.cadence, run._run.engine.times
         for _ in itertools.count():
             for inputs, labels in self._loader:
                 self._loss(self._model(inputs), labels).backward()
@@ -117,8 +118,8 @@ class Loop:
 class Meter:
     """Measures steps."""
 
-    def __init__(self, writers: Sequence[psutil.Process]) -> None:
-        self._writers = CpuMeter(writers)
+    def __init__(self, writers: Sequence[psutil.Process], times: RunTimes) -> None:
+        self._writers, self._times = CpuMeter(writers), times
         self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
 
     def measure(self, loop: Loop, steps: int = 1) -> Stretch:
@@ -131,7 +132,8 @@ class Meter:
         both = self._writers.read()
         waited = int(self._schedule.read_text().split()[1]) / 1e9
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        return time.perf_counter(), usage.ru_utime + usage.ru_stime, both, waited, hook_time.seconds
+        hooks = self._times.seconds["hooks"] + hook_time.seconds
+        return time.perf_counter(), usage.ru_utime + usage.ru_stime, both, waited, hooks
 
 
 @contextmanager
@@ -182,9 +184,9 @@ def run(bench: Bench) -> BarResult:
         taken = loops[0].run(AFTER)
         loops[1].share_state(loops[0])
         loops[1].run(taken)  # both are at the same batch of an epoch from here on
-        cadence = loops[0].cadence
-        assert cadence is not None
-        meter = Meter(started_since(before))
+        cadence, times = loops[0].cadence, loops[0].times
+        assert cadence is not None and times is not None
+        meter = Meter(started_since(before), times)
         began = 0.0, 0.0
         for number in range(size.first + size.pairs):
             cadence.emit(

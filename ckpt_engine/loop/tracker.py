@@ -38,7 +38,7 @@ from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
 from ckpt_engine.observe.curves import Curve, Curves
-from ckpt_engine.observe.hook_time import hook_time
+from ckpt_engine.observe.run_times import hook_time
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
@@ -146,7 +146,6 @@ class Tracker(LoopProgress):
             self._boundary(feed)
             self._announced = True
 
-    @hook_time.counted
     def before_update(self) -> None:
         """The fence: call before code that changes weights without an optimizer. Cheap if nothing is being copied.
 

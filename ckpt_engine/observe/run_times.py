@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from functools import wraps
+from time import perf_counter
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ckpt_engine.observe.clock import Clock, age_of_process
 from ckpt_engine.observe.events import AttemptsFound
-from ckpt_engine.observe.hook_time import hook_time
 from ckpt_engine.observe.number_types import Seconds, SignedSeconds
 
 if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
 
+P, R = ParamSpec("P"), TypeVar("R")
 TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "hooks", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
 MEASURED = (
@@ -142,6 +144,42 @@ class RunSpent:
         }
 
 
+class HookTime:
+    """How long training spends in the engine's own hooks, waits that are counted elsewhere not included.
+
+    Of this process, on the training thread.
+
+    Attributes:
+        seconds: that no run has taken over yet.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self._left_out = 0.0
+
+    def counted(self, hook: Callable[P, R]) -> Callable[P, R]:
+        """`hook`, whose time counts: where one calls another, that of the outer one."""
+
+        @wraps(hook)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            began = self._now() - self.seconds
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.seconds = self._now() - began
+
+        return run
+
+    def leave_out(self, seconds: float) -> None:
+        """Training has waited for so long, in a hook or outside of them, and that is counted already."""
+        self._left_out += seconds
+
+    def _now(self) -> float:
+        return perf_counter() - self._left_out
+
+
+hook_time = HookTime()
+
+
 class RunTimes:
     """What the time of this process goes into, of one run that it trains. Training thread only.
 
@@ -164,7 +202,6 @@ class RunTimes:
         """The last one that is complete."""
         self._until = self._now() - age
         self._waited = 0.0
-        self._other_hooks = hook_time.seconds
         self._reached = -1
         self._fresh = self._trains = self._stepped = False
         self._earlier, self._ended = RunSpent(), 0.0
@@ -190,9 +227,9 @@ class RunTimes:
 
     def hooked(self) -> float:
         """Seconds that hooks have taken since the last call."""
-        seconds = hook_time.seconds - self._other_hooks - self.seconds["hooks"]
-        self.seconds["hooks"] += seconds
-        self._waited += seconds
+        seconds = hook_time.seconds
+        hook_time.seconds = 0.0
+        self.waited("hooks", seconds)  # which leaves them out of the hook that is running
         return seconds
 
     def blocked(self) -> float:

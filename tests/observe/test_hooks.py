@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.observe import hook_time as module
-from ckpt_engine.observe.hook_time import HookTime
+from ckpt_engine.observe import run_times as module
+from ckpt_engine.observe.run_times import HookTime, RunTimes
+from ckpt_engine.tools.simulate import VirtualClock
 from tests.frequency.rig import Rig
 
 
@@ -48,6 +49,18 @@ def test_the_time_of_a_hook_that_raises_counts(hooks: HookTime) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         hooks.counted(stop)()
+    assert hooks.seconds == 1.0
+
+
+def test_a_run_takes_each_second_over_once(hooks: HookTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so within a hook, whose own time it takes over at the next boundary."""
+    monkeypatch.setattr(module, "hook_time", hooks)
+    times = RunTimes(VirtualClock())
+    hooks.counted(lambda: None)()
+    boundary = hooks.counted(times.hooked)
+    assert boundary() == 1.0
+    assert boundary() == 1.0
+    assert times.seconds["hooks"] == 2.0
     assert hooks.seconds == 1.0
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import wraps
 from time import perf_counter
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckpt_engine.observe.clock import Clock, age_of_process
 from ckpt_engine.observe.events import AttemptsFound
@@ -18,7 +18,7 @@ from ckpt_engine.observe.number_types import Seconds, SignedSeconds
 if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
 
-P, R = ParamSpec("P"), TypeVar("R")
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "hooks", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
 MEASURED = (
@@ -156,18 +156,18 @@ class HookTime:
     def __init__(self) -> None:
         self.seconds = self._left_out = 0.0
 
-    def counted(self, hook: Callable[P, R]) -> Callable[P, R]:
+    def counted(self, hook: Hook) -> Hook:
         """`hook`, whose time counts: where one calls another, that of the outer one."""
 
         @wraps(hook)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        def run(*args: Any, **kwargs: Any) -> Any:
             began = self._now() - self.seconds
             try:
                 return hook(*args, **kwargs)
             finally:
                 self.seconds = self._now() - began
 
-        return run
+        return cast(Hook, run)
 
     def leave_out(self, seconds: float) -> None:
         """Training has waited for so long, in a hook or outside of them, and that is counted already."""

@@ -18,7 +18,7 @@ from ckpt_engine.observe.number_types import Seconds, SignedSeconds
 if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+H = TypeVar("H", bound=Callable[..., Any])
 TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "hooks", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
 MEASURED = (
@@ -156,7 +156,7 @@ class HookTime:
     def __init__(self) -> None:
         self.seconds = self._left_out = 0.0
 
-    def counted(self, hook: Hook) -> Hook:
+    def counted(self, hook: H) -> H:
         """`hook`, whose time counts: where one calls another, that of the outer one."""
 
         @wraps(hook)
@@ -167,7 +167,7 @@ class HookTime:
             finally:
                 self.seconds = self._now() - began
 
-        return cast(Hook, run)
+        return cast(H, run)
 
     def leave_out(self, seconds: float) -> None:
         """Training has waited for so long, in a hook or outside of them, and that is counted already."""
@@ -175,9 +175,6 @@ class HookTime:
 
     def _now(self) -> float:
         return perf_counter() - self._left_out
-
-
-hook_time = HookTime()
 
 
 class RunTimes:
@@ -263,6 +260,7 @@ class RunTimes:
         self._until, self._waited = now, 0.0
 
 
+hook_time = HookTime()
 _of_runs: dict[str, RunTimes] = {}
 
 

@@ -27,7 +27,7 @@ from benchmarks.workloads import SEED, perceptron
 from ckpt_engine import Checkpointer
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.observe.events import AttemptsFound
-from ckpt_engine.observe.run_times import RunTimes, hook_time
+from ckpt_engine.observe.run_times import hook_time
 
 TITLE = "Budget: single steps with and without snapshots in turn, in one process"
 BUDGET = 0.01
@@ -86,7 +86,6 @@ class Loop:
         self._loss = nn.CrossEntropyLoss()
         self._checkpointer = checkpointer
         self.cadence: Cadence | None = None
-        self.times: RunTimes | None = None
         self._steps = self._train()
 
     def run(self, steps: int) -> int:
@@ -106,7 +105,7 @@ class Loop:
     def _train(self) -> Iterator[None]:
         if self._checkpointer is not None:
             run = self._checkpointer.track(model=self._model, optimizer=self._optimizer, loader=self._loader)
-            self.cadence, self.times = run._run.cadence, run._run.engine.times
+            self.cadence = run._run.cadence
         for _ in itertools.count():
             for inputs, labels in self._loader:
                 self._loss(self._model(inputs), labels).backward()
@@ -118,8 +117,8 @@ class Loop:
 class Meter:
     """Measures steps."""
 
-    def __init__(self, writers: Sequence[psutil.Process], times: RunTimes) -> None:
-        self._writers, self._times = CpuMeter(writers), times
+    def __init__(self, writers: Sequence[psutil.Process]) -> None:
+        self._writers = CpuMeter(writers)
         self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
 
     def measure(self, loop: Loop, steps: int = 1) -> Stretch:
@@ -132,8 +131,7 @@ class Meter:
         both = self._writers.read()
         waited = int(self._schedule.read_text().split()[1]) / 1e9
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        hooks = self._times.seconds["hooks"] + hook_time.seconds
-        return time.perf_counter(), usage.ru_utime + usage.ru_stime, both, waited, hooks
+        return time.perf_counter(), usage.ru_utime + usage.ru_stime, both, waited, hook_time.seconds
 
 
 @contextmanager
@@ -184,9 +182,9 @@ def run(bench: Bench) -> BarResult:
         taken = loops[0].run(AFTER)
         loops[1].share_state(loops[0])
         loops[1].run(taken)  # both are at the same batch of an epoch from here on
-        cadence, times = loops[0].cadence, loops[0].times
-        assert cadence is not None and times is not None
-        meter = Meter(started_since(before), times)
+        cadence = loops[0].cadence
+        assert cadence is not None
+        meter = Meter(started_since(before))
         began = 0.0, 0.0
         for number in range(size.first + size.pairs):
             cadence.emit(

@@ -43,7 +43,7 @@ from ckpt_engine.observe.events import (
     SnapshotReplicated,
     SnapshotSkipped,
 )
-from ckpt_engine.observe.run_times import MEASURED
+from ckpt_engine.observe.run_times import MEASURED, hook_time
 
 WARM_UP_STEPS = 2
 RETRY_SECONDS = 10.0
@@ -115,6 +115,7 @@ class Cadence:
         self._held_back = self._disturbed = False
         self._mark = self._taken_time = self._durable_instant = now
         self._paused = self._taken_trained = 0.0
+        self._hooked = hook_time.seconds
         self._failures_in_a_row = 0
         self._retry_time = -math.inf
         self._next = step + 1
@@ -160,7 +161,10 @@ class Cadence:
         count = step + 1 - self._next
         if count < 1:
             return self._not_ahead(step, now)
-        seconds = now - self._mark - self._paused
+        hooks = hook_time.seconds - self._hooked
+        self._hooked += hooks
+        self._account.hook_seconds += hooks
+        seconds = now - self._mark - self._paused - hooks
         if seconds < 0.0:
             seconds = 0.0
         self._mark = now
@@ -192,11 +196,6 @@ class Cadence:
         """Work for snapshots that no snapshot is charged for took `seconds` of training in all, until now."""
         self._account.slowdown_seconds += seconds - self._background_seconds
         self._background_seconds = seconds
-
-    def hooks(self, seconds: float) -> None:
-        """The engine's own hooks have taken `seconds` of training since the last boundary."""
-        self._paused += seconds
-        self._account.hook_seconds += seconds
 
     def exclude(self, seconds: float) -> None:
         """`seconds` since the last boundary were not training: validation, logging of the user, a debugger."""

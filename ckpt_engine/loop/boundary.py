@@ -420,7 +420,6 @@ class TrainingRun:
             raise end
         if self.engine.live is not None:
             self.config = self.stopping.edited(self.config)
-        self.cadence.hooks(self.engine.times.hooked())
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or (
             "manual" if self.stopping.asked and self.stopping.halt.shared is None else None

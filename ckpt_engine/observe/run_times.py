@@ -150,31 +150,29 @@ class HookTime:
     Of this process, on the training thread.
 
     Attributes:
-        seconds: that no run has taken over yet.
+        seconds: so far.
+        booked: of these, what is in the times of a run.
     """
 
     def __init__(self) -> None:
-        self.seconds = self._left_out = 0.0
+        self.seconds = self.booked = self._left_out = 0.0
 
     def counted(self, hook: H) -> H:
         """`hook`, whose time counts: where one calls another, that of the outer one."""
 
         @wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
-            began = self._now() - self.seconds
+            began = perf_counter() - self._left_out - self.seconds
             try:
                 return hook(*args, **kwargs)
             finally:
-                self.seconds = self._now() - began
+                self.seconds = perf_counter() - self._left_out - began
 
         return cast(H, run)
 
     def leave_out(self, seconds: float) -> None:
         """Training has waited for so long, in a hook or outside of them, and that is counted already."""
         self._left_out += seconds
-
-    def _now(self) -> float:
-        return perf_counter() - self._left_out
 
 
 class RunTimes:
@@ -211,6 +209,10 @@ class RunTimes:
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete."""
+        hooks = hook_time.seconds - hook_time.booked
+        hook_time.booked = hook_time.seconds
+        self.seconds["hooks"] += hooks
+        self._waited += hooks
         again = step <= self._reached
         self._account("startup" if not self._trains else "replay" if again else "training")
         self._trains = self._stepped = True
@@ -221,13 +223,6 @@ class RunTimes:
         self.seconds[name] += seconds
         self._waited += seconds
         hook_time.leave_out(seconds)
-
-    def hooked(self) -> float:
-        """Seconds that hooks have taken since the last call."""
-        seconds = hook_time.seconds
-        hook_time.seconds = 0.0
-        self.waited("hooks", seconds)  # which leaves them out of the hook that is running
-        return seconds
 
     def blocked(self) -> float:
         """Seconds that snapshots have blocked training."""

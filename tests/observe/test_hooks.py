@@ -10,7 +10,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe import run_times as module
-from ckpt_engine.observe.run_times import HookTime, RunTimes
+from ckpt_engine.observe.run_times import HookTime, RunTimes, hook_time
 from ckpt_engine.tools.simulate import VirtualClock
 from tests.frequency.rig import Rig
 
@@ -57,11 +57,12 @@ def test_a_run_takes_each_second_over_once(hooks: HookTime, monkeypatch: pytest.
     monkeypatch.setattr(module, "hook_time", hooks)
     times = RunTimes(VirtualClock())
     hooks.counted(lambda: None)()
-    boundary = hooks.counted(times.hooked)
-    assert boundary() == 1.0
-    assert boundary() == 1.0
+    boundary = hooks.counted(times.boundary)
+    boundary(1)
+    assert times.seconds["hooks"] == 1.0
+    boundary(2)
     assert times.seconds["hooks"] == 2.0
-    assert hooks.seconds == 1.0
+    assert hooks.seconds == 3.0
 
 
 def _trained(hook_seconds: float) -> tuple[int, float]:
@@ -69,7 +70,7 @@ def _trained(hook_seconds: float) -> tuple[int, float]:
     rig, taken = Rig(overhead=0.01, mtbf_seconds=60.0), 0
     for _ in range(21_600):
         rig.clock.now += hook_seconds
-        rig.cadence.hooks(hook_seconds)
+        hook_time.seconds += hook_seconds
         if rig.go() is not None:
             rig.take(0.5, 1.0)
             taken += 1
@@ -92,7 +93,7 @@ def test_a_resumed_run_knows_the_hooks_of_earlier_attempts() -> None:
     """They are part of the overhead, and no debt of snapshots."""
     first = Rig(overhead=0.01)
     for _ in range(1000):
-        first.cadence.hooks(0.02)
+        hook_time.seconds += 0.02
         first.go(seconds=1.02)
     resumed = Rig(overhead=0.01)
     resumed.cadence.restore(first.cadence.state())

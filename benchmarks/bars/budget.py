@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -137,7 +138,7 @@ class Meter:
 @contextmanager
 def without_hooks() -> Iterator[None]:
     """Without what a tracked run has made torch call at the steps of any optimizer of the process."""
-    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    hooks: list[dict[int, Any]] = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
     kept = [dict(one) for one in hooks]
     for one in hooks:
         one.clear()

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ckpt_engine.observe.curves import WriterCurve as WriterCurve
     from ckpt_engine.observe.resume_report import NotRestored as NotRestored
     from ckpt_engine.observe.resume_report import Restored as Restored
+    from ckpt_engine.observe.run_times import hook_time as hook_time
     from ckpt_engine.ranks.process_group import ProcessGroupRanks as ProcessGroupRanks
     from ckpt_engine.state.flatten import problems as problems
     from ckpt_engine.state.sharding import parts_of as parts_of
@@ -80,6 +81,7 @@ _HOMES = {
     "Variables": "ckpt_engine.audit.attributes",
     "WriterCurve": "ckpt_engine.observe.curves",
     "attach": "ckpt_engine.data.position",
+    "hook_time": "ckpt_engine.observe.run_times",
     "load_config": "ckpt_engine.config",
     "of_framework": "ckpt_engine.whose_code",
     "on_failure": "ckpt_engine.undo",
@@ -121,6 +123,7 @@ __all__ = [
     "Variables",
     "WriterCurve",
     "attach",
+    "hook_time",
     "load_config",
     "of_framework",
     "on_failure",

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.adapter import BoundaryRecord, CkptError, Config, Engine, OnChange, RunInstant, TrainerRun
+from ckpt_engine.adapter import BoundaryRecord, CkptError, Config, Engine, OnChange, RunInstant, TrainerRun, hook_time
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of
@@ -165,6 +165,7 @@ class FitRun:
             self._run.evaluated(time.monotonic() - self._validation_began)
             self._validation_began = None
 
+    @hook_time.counted
     def batch_ended(self, outputs: Any, *_: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
@@ -243,6 +244,7 @@ class FitRun:
             self._run.took(batch)
         return original(batch)
 
+    @hook_time.counted
     def _boundary(self) -> None:
         """The fetch boundary."""
         self._given = None

@@ -26,7 +26,7 @@ from ckpt_engine.observe.events import (
     AttemptsFound,
     Event,
 )
-from ckpt_engine.observe.number_types import OptionalSize, Positive, Seconds
+from ckpt_engine.observe.number_types import OptionalSize, Positive, Seconds, SignedSeconds
 from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store import names
@@ -77,7 +77,7 @@ class Attempt:
     ranks: Positive = 1
     started: Seconds = 0.0
     step: OptionalSize = -1
-    times: Mapping[str, Seconds] = field(default_factory=dict)
+    times: Mapping[str, SignedSeconds] = field(default_factory=dict)
     intervals: tuple[tuple[Seconds, Positive, str], ...] = ()
     resumed_at: OptionalSize = -1
     proof: str = ""

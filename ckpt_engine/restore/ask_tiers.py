@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from ckpt_engine.copy.file_parity import FileParity
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
@@ -353,7 +354,9 @@ class Sources:
                     self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, storage.url, why))
                 return
         assert first is not None
-        raise first
+        if (made_by := self._by_parity(name, start, out)) is None:
+            raise first
+        self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, made_by, first.message))
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
         """The bytes where they are, to be verified and not changed; None where they have to be read."""
@@ -383,7 +386,20 @@ class Sources:
                     self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
             self._damaged.add(name)
-        raise CorruptError(f"{entry!r}: {what}")
+        made_by = self._by_parity(name, piece.offset, out)
+        if made_by is None or digest(out) != piece.digest:
+            raise CorruptError(f"{entry!r}: {what}")
+        self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, made_by, what))
+
+    def _by_parity(self, name: str, start: int, out: memoryview) -> str | None:
+        """Fill `out` with what parity makes again of a data file, to be verified; the URL of the parity, if one can."""
+        for storage in self._storages:
+            with suppress(CkptError):
+                parity = FileParity.find(storage, name)
+                if parity is not None and parity.mend(partial(storage.get_into, name), start, out):
+                    self._damaged.add(name)
+                    return parity.url
+        return None
 
     def decoder(
         self,

@@ -15,6 +15,7 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
+from ckpt_engine.copy.file_parity import is_mendable
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -283,7 +284,8 @@ def _assemble(
             require_whole(manifest.info, place.storage.url)
             known[text] = manifest
             there = sizes(place)
-            lacking = [file for file in manifest.files if there.get(file.name) != file.nbytes]
+            unequal = [file for file in manifest.files if there.get(file.name) != file.nbytes]
+            lacking = [file for file in unequal if not is_mendable(there, file)]
             for kind in kinds:
                 if kind.manifest == manifest:
                     kind.lacking.intersection_update(lacking)

@@ -1,16 +1,16 @@
 """Adds what a place with parity has more than others: the parity of its data files, and a second copy of manifests.
 
-Both follow the commit of a snapshot. What is missing was interrupted, and is made when this is called the next time.
+Both follow the commit of a snapshot. What was interrupted is made when this is called the next time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from ckpt_engine.copy.file_parity import FileParity
-from ckpt_engine.copy.transfer import mapped, pieces_of, scratch_file, scratch_of
-from ckpt_engine.errors import CorruptError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.copy.transfer import mapped, pieces_of, scratch_file, scratch_of, viewed
+from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.names import ParityName
@@ -22,12 +22,9 @@ Parts = tuple[int, int]
 
 
 def parts_of(place: Repository) -> Parts | None:
-    """How the newest parity of a place is made; None: it has none. Of a place that was listed."""
-    if not place.copied:
-        return None
-    found = [one for item in place.storage.list(names.DATA) if (one := names.parity_of(item.name))]
-    newest = max(found, key=str, default=None)
-    return None if newest is None else (newest.data, newest.parity)
+    """How the parity of a place that was listed is made; None: it has none."""
+    listed = place.storage.list(names.DATA) if place.copied else ()
+    return next(((one.data, one.parity) for item in listed if (one := names.parity_of(item.name))), None)
 
 
 def more_bytes(parts: Parts | None, nbytes: int) -> int:
@@ -36,43 +33,40 @@ def more_bytes(parts: Parts | None, nbytes: int) -> int:
 
 
 def add_parity(
-    target: Repository,
+    place: Repository,
     parts: Parts,
-    sources: Sequence[Repository] = (),
-    *,
+    check_lease: Callable[[], object],
     scratch: str | None = None,
-    check: Callable[[], object] = lambda: None,
-) -> Iterator[str]:
-    """Make the parity that data files lack, those of the newest snapshot first. Needs the lease.
+    step: Callable[[], object] = lambda: None,
+) -> None:
+    """Make the parity that data files lack, those of the newest snapshot first, from what is there.
 
     Args:
-        sources: places that have the same data files, which are read first.
-        scratch: a folder for what is not on a disk; None: the system's temporary one.
-        check: called between parts of the work, and before each object is written; what it raises ends this.
-
-    Returns:
-        The names of the parity objects, each once it is durable.
+        check_lease: raises `LeaseHeldError` if the place is not ours any more.
+        scratch: a folder for what is on no disk; None: the system's temporary one.
+        step: called between parts of the work.
 
     Raises:
-        StorageError: of the target, or the library is not installed; calling again continues.
+        StorageError: of the place, or the library is not installed; calling again continues.
     """
-    there = [item.name for item in target.storage.list(names.DATA)]
-    made = {one.file: one for name in there if (one := names.parity_of(name)) is not None}
-    for manifest, index in _lacking(target, {name for name in there if names.data_owner(name)} - made.keys()):
+    listed = [item.name for item in place.storage.list(names.DATA)]
+    without = set(filter(names.data_owner, listed)) - {one.file for one in map(names.parity_of, listed) if one}
+    found: dict[str, tuple[Manifest, int]] = {}
+    for parsed in place.ids():
+        with suppress(FormatError, StorageMissingError):  # `ckpt verify` names it
+            if without.intersection(place.files_of(parsed.id)):
+                manifest = place.read(parsed.id)
+                found |= {file.name: (manifest, index) for index, file in enumerate(manifest.files)}
+    for manifest, index in reversed([one for name, one in found.items() if name in without]):
         file = manifest.files[index]
         name = ParityName(file.name, *parts, file.nbytes)
-        with suppress(CorruptError):  # `ckpt verify` names it
-            with (
-                _image(manifest, index, (*sources, target), scratch) as image,
-                encoded(target.storage, name, image, scratch, check) as whole,
-            ):
-                check()
-                target.storage.put(str(name), [whole], exclusive=False)
-            made[file.name] = name
-            yield str(name)
-    newest = target.ids()[-1:]
-    if newest and (retain := target.storage.capabilities.retain) is not None:
-        retain([str(made[file]) for file in target.files_of(newest[0].id) if file in made])
+        with (
+            suppress(FormatError, StorageMissingError),  # as above
+            mapped(place.storage, file, pieces_of(manifest, index), scratch) as image,
+            encoded(place.storage, name, image, scratch, step) as whole,
+        ):
+            check_lease()
+            place.storage.put(str(name), [whole], exclusive=False)
 
 
 @contextmanager
@@ -81,50 +75,19 @@ def encoded(
     name: ParityName,
     image: memoryview,
     scratch: str | None = None,
-    check: Callable[[], object] = lambda: None,
+    step: Callable[[], object] = lambda: None,
 ) -> Iterator[memoryview]:
     """The bytes of a parity object, in a scratch file.
 
     Args:
         storage: where it is to be put.
         image: the bytes of the data file.
-        scratch, check: as of `add_parity`.
+        scratch, step: as of `add_parity`.
 
     Raises:
         StorageError: there is no room, or the library is not installed.
     """
     parity = FileParity(storage, name)
-    memory = scratch_file(scratch or scratch_of(storage), parity.nbytes)
-    try:
-        with memoryview(memory) as whole:
-            parity.encode(image, whole, check)
-            yield whole
-    finally:
-        with suppress(BufferError):  # what was raised may still hold views
-            memory.close()
-
-
-def _lacking(place: Repository, without: set[str]) -> Iterator[tuple[Manifest, int]]:
-    """The data files that have no parity, each in the newest manifest that names it, and its number there."""
-    for parsed in reversed(place.ids()):
-        with suppress(FormatError, StorageMissingError):  # as above
-            if without.intersection(place.files_of(parsed.id)):
-                manifest = place.read(parsed.id)
-                for index, file in enumerate(manifest.files):
-                    if file.name in without:
-                        without.remove(file.name)
-                        yield manifest, index
-
-
-@contextmanager
-def _image(manifest: Manifest, index: int, places: Sequence[Repository], scratch: str | None) -> Iterator[memoryview]:
-    """A data file from the first place that has it as the manifest says. Raises CorruptError if none does."""
-    file, image = manifest.files[index], None
-    with ExitStack() as opened:
-        for place in places:
-            with suppress(FormatError, StorageError):
-                image = opened.enter_context(mapped(place.storage, file, pieces_of(manifest, index), scratch))
-                break
-        if image is None:
-            raise CorruptError(f"no place has {file.name} as it was written")
-        yield image
+    with viewed(scratch_file(scratch or scratch_of(storage), parity.nbytes)) as whole:
+        parity.encode(image, whole, step)
+        yield whole

@@ -6,9 +6,10 @@ a stripe is one block of each range. Digests say which blocks of a stripe are da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import TYPE_CHECKING, Self
 
 import xxhash
@@ -25,41 +26,26 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 256 << 10
 """What a stripe has of each range; the last stripe may have less."""
 DIGEST_BYTES = 16
-MOST_PARTS = 32
-"""Ranges and parts of parity together that the library takes."""
 ReadInto = Callable[[int, memoryview], object]
-"""Fills memory with the bytes of a data file from a position on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stripe:
-    """Where a stripe lies.
-
-    Args:
-        start: of its block in each range.
-        nbytes: of each block.
-        at: of its first part in the parity object; a part is a row of digests and a block of parity.
-    """
-
-    start: int
-    nbytes: int
-    at: int
+"""Fills memory with the bytes of a data file from a position on; an error of this project says that they are lost."""
 
 
 class FileParity:
     """The parity object of a data file at a place.
 
     Args:
-        name: of the object; its numbers say how it is made.
+        storage: the place.
+        name: of the object, which says how it is made.
     """
 
     def __init__(self, storage: Storage, name: ParityName) -> None:
         self._storage = storage
-        self._made = name
-        self.name = str(name)
-        self.url = f"{storage.url}/{name}"
-        self._range_bytes = _range_bytes(name)
+        self._data = name.data
+        self._parity = name.parity
+        self._nbytes = name.nbytes
+        self._range_bytes = range_bytes(name)
         self._row_bytes = (name.data + name.parity + 1) * DIGEST_BYTES
+        self.name = str(name)
 
     @classmethod
     def find(cls, storage: Storage, file: str) -> Self | None:
@@ -69,44 +55,43 @@ class FileParity:
             StorageError: that cannot be found out.
         """
         found = (names.parity_of(item.name) for item in storage.list(f"{file}.parity-"))
-        return next((cls(storage, one) for one in found if one and one.data + one.parity <= MOST_PARTS), None)
+        return next((cls(storage, one) for one in found if one is not None), None)
 
     @property
     def nbytes(self) -> int:
         """The bytes of the object."""
-        return sum(self._made.parity * (self._row_bytes + stripe.nbytes) for stripe in self._stripes())
+        return self._parity * (self._range_bytes + self._row_bytes * len(self._starts))
 
-    def encode(self, image: memoryview, out: memoryview, step: Callable[[], object] = lambda: None) -> None:
+    def encode(self, image: memoryview, out: memoryview, step: Callable[[], object]) -> None:
         """Make the object.
 
         Args:
             image: the whole data file.
-            out: takes the object, `nbytes` bytes.
-            step: called before each stripe; what it raises ends this.
+            out: takes the object.
+            step: called before each stripe.
 
         Raises:
             StorageError: the library is not installed.
         """
-        data, parity = self._made.data, self._made.parity
-        for stripe in self._stripes():
+        for start in self._starts:
             step()
-            blocks, _ = self._data(reader_of(image), stripe)
-            made = _driver(data, parity).encode(b"".join(blocks))
-            parts = [memoryview(fragment)[-stripe.nbytes :] for fragment in made[data:]]
+            nbytes = self._block_bytes(start)
+            blocks = [bytes(image[place : place + nbytes]).ljust(nbytes, b"\0") for place in self._places(start)]
+            fragments = _driver(self._data, self._parity).encode(b"".join(blocks))
+            parts = [fragment[-nbytes:] for fragment in fragments[self._data :]]
             row = b"".join(map(xxhash.xxh3_128_digest, [*blocks, *parts]))
             row += xxhash.xxh3_128_digest(row)
-            for number, part in enumerate(parts):
-                at = self._part_at(stripe, number)
-                out[at : at + self._row_bytes] = row
-                out[at + self._row_bytes : at + self._row_bytes + stripe.nbytes] = part
+            stripe = b"".join([row + part for part in parts])
+            at = self._stripe_at(start)
+            out[at : at + len(stripe)] = stripe
 
     def mend(self, read: ReadInto, start: int = 0, out: memoryview | None = None) -> bool:
         """Make bytes of the data file from what is left of it and from its parity.
 
         Args:
-            read: what is left; an error of this project says that bytes are lost.
-            start, out: which bytes are made, and where to: what cannot be made is written as it was read. None: all, and
-            nothing is written.
+            read: reads what is left.
+            start, out: which bytes are made, and where to; what cannot be made is written as it was read. None: all
+                bytes are looked at, and nothing is written.
 
         Returns:
             Whether they are known to be as they were when the parity was made.
@@ -114,84 +99,95 @@ class FileParity:
         Raises:
             StorageError: the library is not installed.
         """
+        stop = self._nbytes if out is None else start + out.nbytes
         is_whole = True
-        stop = self._made.nbytes if out is None else start + out.nbytes
-        for stripe in self._stripes():
-            starts = [number * self._range_bytes + stripe.start for number in range(self._made.data)]
-            if all(one >= stop or one + stripe.nbytes <= start for one in starts):
-                continue
-            blocks, lost = self._data(read, stripe)
-            is_whole = self._restore(blocks, lost, stripe) and is_whole
-            for number, block in enumerate(blocks):
-                first, last = max(starts[number], start), min(starts[number] + stripe.nbytes, stop)
-                if out is not None and first < last:
-                    out[first - start : last - start] = block[first - starts[number] : last - starts[number]]
+        for stripe in self._starts:
+            places = self._places(stripe)
+            spans = [(max(one, start), min(one + self._block_bytes(stripe), stop)) for one in places]
+            if any(first < last for first, last in spans):
+                blocks = self._blocks(read, stripe)
+                is_whole = self._restore(blocks, stripe) and is_whole
+                for block, place, (first, last) in zip(blocks, places, spans, strict=True):
+                    if out is not None and first < last:
+                        out[first - start : last - start] = block[first - place : last - place]
         return is_whole
 
     def damaged_parts(self) -> int:
         """How many parts of the object are not as they were written."""
-        damaged = 0
-        for stripe in self._stripes():
-            digests, parts = self._parity(stripe)
-            damaged += self._made.parity - len(_good(parts, digests, self._made.data))
-        return damaged
+        lost: list[memoryview | None] = [None] * self._data
+        stripes = map(self._parts, self._starts)
+        return sum(self._parity - len(_good([*lost, *parts], digests)) for digests, parts in stripes)
 
-    def _stripes(self) -> Iterator[Stripe]:
-        at = 0
-        for start in range(0, self._range_bytes, BLOCK_BYTES):
-            yield (stripe := Stripe(start, min(BLOCK_BYTES, self._range_bytes - start), at))
-            at = self._part_at(stripe, self._made.parity)
+    @property
+    def _starts(self) -> range:
+        """Where the stripes begin in each range."""
+        return range(0, self._range_bytes, BLOCK_BYTES)
 
-    def _part_at(self, stripe: Stripe, number: int) -> int:
-        return stripe.at + number * (self._row_bytes + stripe.nbytes)
+    def _block_bytes(self, start: int) -> int:
+        return min(BLOCK_BYTES, self._range_bytes - start)
 
-    def _data(self, read: ReadInto, stripe: Stripe) -> tuple[list[memoryview], set[int]]:
-        """The blocks of a stripe, with zeros behind the end of the file, and the numbers of those that are lost."""
-        lost: set[int] = set()
-        blocks = [memoryview(bytearray(stripe.nbytes)) for _ in range(self._made.data)]
-        for number, block in enumerate(blocks):
-            start = number * self._range_bytes + stripe.start
-            try:
-                read(start, block[: max(0, self._made.nbytes - start)])
-            except CkptError:
-                lost.add(number)
-        return blocks, lost
+    def _places(self, start: int) -> list[int]:
+        """Where the blocks of a stripe are in the data file."""
+        return [number * self._range_bytes + start for number in range(self._data)]
 
-    def _parity(self, stripe: Stripe) -> tuple[bytes, list[memoryview | None]]:
-        """The digests of all blocks of a stripe, and its blocks of parity; None for those that are lost.
+    def _stripe_at(self, start: int) -> int:
+        """Where a stripe is in the object: of each part a row of digests and a block."""
+        return self._parity * (start + start // BLOCK_BYTES * self._row_bytes)
 
-        A part whose row is not whole is lost. If all are, there are no digests.
+    def _blocks(self, read: ReadInto, start: int) -> list[memoryview]:
+        """The blocks of a stripe, with zeros for what is lost and behind the end of the file."""
+        blocks = [memoryview(bytearray(self._block_bytes(start))) for _ in range(self._data)]
+        for place, block in zip(self._places(start), blocks, strict=True):
+            with suppress(CkptError):
+                read(place, block[: max(0, self._nbytes - place)])
+        return blocks
+
+    def _parts(self, start: int) -> tuple[bytes, list[memoryview | None]]:
+        """The digests of all blocks of a stripe, and its blocks of parity; None for those whose row is damaged.
+
+        If all rows are, there are no digests.
         """
-        digests = b""
-        parts: list[memoryview | None] = []
-        for number in range(self._made.parity):
-            part = memoryview(bytearray(self._row_bytes + stripe.nbytes))
-            try:
-                self._storage.get_into(self.name, self._part_at(stripe, number), part)
-            except CkptError:
-                parts.append(None)
-                continue
-            row = bytes(part[: self._row_bytes])
+        part_bytes = self._row_bytes + self._block_bytes(start)
+        stripe = memoryview(bytearray(self._parity * part_bytes))
+        with suppress(CkptError):
+            self._storage.get_into(self.name, self._stripe_at(start), stripe)
+        digests, parts = b"", list[memoryview | None]()
+        for at in range(0, stripe.nbytes, part_bytes):
+            row = bytes(stripe[at : at + self._row_bytes])
             is_sound = xxhash.xxh3_128_digest(row[:-DIGEST_BYTES]) == row[-DIGEST_BYTES:]
             digests = row if is_sound else digests
-            parts.append(part[self._row_bytes :] if is_sound else None)
+            parts.append(stripe[at + self._row_bytes : at + part_bytes] if is_sound else None)
         return digests, parts
 
-    def _restore(self, blocks: Sequence[memoryview], lost: Container[int], stripe: Stripe) -> bool:
-        """Make the damaged blocks of a stripe again where they are; whether all have their digests now."""
-        data, parity = self._made.data, self._made.parity
-        digests, parts = self._parity(stripe)
-        there = [None if number in lost else block for number, block in enumerate(blocks)]
-        good = _good([*there, *parts], digests)
-        missing = [number for number in range(data) if number not in good]
-        if not missing or len(good) < data:
+    def _restore(self, blocks: Sequence[memoryview], start: int) -> bool:
+        """Make the damaged blocks of a stripe again where they are; whether all are whole now."""
+        digests, parts = self._parts(start)
+        good = _good([*blocks, *parts], digests)
+        missing = [number for number in range(self._data) if number not in good]
+        if not missing or len(good) < self._data:
             return not missing
-        headers = _headers(data, parity, stripe.nbytes)
-        fragments = [b"".join((headers[number], block)) for number, block in good.items()]
-        made = _driver(data, parity).reconstruct(fragments, missing)
+        headers = _headers(self._data, self._parity, self._block_bytes(start))
+        fragments = [headers[number] + block for number, block in good.items()]
+        made = _driver(self._data, self._parity).reconstruct(fragments, missing)
         for number, fragment in zip(missing, made, strict=True):
-            blocks[number][:] = memoryview(fragment)[-stripe.nbytes :]
+            blocks[number][:] = fragment[-blocks[number].nbytes :]
         return True
+
+
+def restored(storage: Storage, file: str, start: int = 0, out: memoryview | None = None) -> str | None:
+    """Make bytes of a data file from what a place has of it and of its parity, to be verified.
+
+    Args:
+        start, out: as of `FileParity.mend`.
+
+    Returns:
+        The URL of the parity; None: there is none, or it is not enough.
+    """
+    with suppress(CkptError):
+        parity = FileParity.find(storage, file)
+        if parity is not None and parity.mend(partial(storage.get_into, file), start, out):
+            return f"{storage.url}/{parity.name}"
+    return None
 
 
 def is_mendable(there: Mapping[str, int], file: DataFile) -> bool:
@@ -201,30 +197,22 @@ def is_mendable(there: Mapping[str, int], file: DataFile) -> bool:
         there: the bytes of the objects of a place, by name.
     """
     found = [one for name in there if name.startswith(f"{file.name}.") and (one := names.parity_of(name))]
-    return any(there.get(file.name, 0) >= (one.data - one.parity) * _range_bytes(one) for one in found)
+    return any(there.get(file.name, 0) >= (one.data - one.parity) * range_bytes(one) for one in found)
 
 
-def reader_of(image: memoryview) -> ReadInto:
-    """Reads from memory that has the data file."""
-
-    def read(start: int, block: memoryview) -> None:
-        block[:] = image[start : start + block.nbytes]
-
-    return read
-
-
-def _range_bytes(name: ParityName) -> int:
+def range_bytes(name: ParityName) -> int:
+    """The bytes of each range that a data file is cut into; the last one may have fewer."""
     return -(-name.nbytes // name.data)
 
 
-def _good(blocks: Sequence[memoryview | None], digests: bytes, first: int = 0) -> dict[int, memoryview]:
-    """By number those blocks that have their digests, which are counted from `first` on."""
-    found = {}
-    for number, block in enumerate(blocks):
-        at = (first + number) * DIGEST_BYTES
-        if block is not None and xxhash.xxh3_128_digest(block) == digests[at : at + DIGEST_BYTES]:
-            found[number] = block
-    return found
+def _good(blocks: Sequence[memoryview | None], digests: bytes) -> dict[int, memoryview]:
+    """Those blocks that have their digests, by number."""
+    wanted = (digests[at : at + DIGEST_BYTES] for at in itertools.count(0, DIGEST_BYTES))
+    return {
+        number: block
+        for number, (block, one) in enumerate(zip(blocks, wanted, strict=False))
+        if block is not None and xxhash.xxh3_128_digest(block) == one
+    }
 
 
 @cache

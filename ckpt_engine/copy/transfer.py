@@ -305,11 +305,17 @@ def mapped(
     """
     folder = source.capabilities.folder
     # A scratch file has no name, and is gone when it is unmapped.
-    memory = scratch_file(scratch, file.nbytes) if folder is None else _map_local(folder, file, pieces)
+    with viewed(scratch_file(scratch, file.nbytes) if folder is None else _map_local(folder, file, pieces)) as image:
+        if folder is None:
+            _fetch(source, file, pieces, image)
+        yield image
+
+
+@contextmanager
+def viewed(memory: mmap.mmap) -> Iterator[memoryview]:
+    """The bytes of mapped memory, which is unmapped afterwards."""
     try:
         with memoryview(memory) as image:
-            if folder is None:
-                _fetch(source, file, pieces, image)
             yield image
     finally:
         # The frames of what was raised, also in a thread, may still hold views: then the memory goes with them.

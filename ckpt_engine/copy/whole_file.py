@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 
 from ckpt_engine.copy.add_parity import encoded
-from ckpt_engine.copy.file_parity import FileParity
-from ckpt_engine.copy.transfer import mapped, scratch_file, scratch_of
+from ckpt_engine.copy.file_parity import restored
+from ckpt_engine.copy.transfer import mapped, scratch_file, scratch_of, viewed
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
@@ -39,13 +38,8 @@ def whole_file(place: Repository, sources: Sequence[Repository], name: str) -> I
         with mapped(place.storage, file, list(needed)) as image, encoded(place.storage, parity, image) as made:
             yield made, f"{place.storage.url}/{file.name}"
         return
-    memory = scratch_file(scratch_of(place.storage), file.nbytes)
-    try:
-        with memoryview(memory) as image:
-            yield image, _fill(place, sources, file, needed, image)
-    finally:
-        with suppress(BufferError):  # what was raised may still hold views
-            memory.close()
+    with viewed(scratch_file(scratch_of(place.storage), file.nbytes)) as image:
+        yield image, _fill(place, sources, file, needed, image)
 
 
 def _manifest(place: Repository, sources: Sequence[Repository], snapshot: str) -> tuple[memoryview, str]:
@@ -54,7 +48,7 @@ def _manifest(place: Repository, sources: Sequence[Repository], snapshot: str) -
         with suppress(CkptError):
             manifest, text = source.read_text(snapshot)
             ours = place.run_of_manifests() or place.run_id  # a fork has the snapshots of its origin by the same ids
-            if manifest.run == ours and not lacking(place.storage, manifest.files):
+            if manifest.run == ours and (source is place or not lacking(place.storage, manifest.files)):
                 return memoryview(text), source.storage.url
     raise CorruptError(f"no place has the manifest of {snapshot}")
 
@@ -89,7 +83,8 @@ def _fill(
     def part_of(piece: Piece) -> memoryview:
         return image[piece.offset : piece.offset + piece.nbytes]
 
-    if (made_by := _by_parity(place, file, needed, image)) is not None:
+    made_by = restored(place.storage, file.name, out=image)
+    if made_by is not None and all(digest(part_of(piece)) == piece.digest for piece in needed):
         return made_by
     every = (place, *sources)
     # What is left of a file that no place has whole is the last resort: at least its header has to be.
@@ -114,16 +109,6 @@ def _fill(
     return served
 
 
-def _by_parity(place: Repository, file: DataFile, needed: _Needed, image: memoryview) -> str | None:
-    """Fill `image` with a data file whose parity makes all of it; the URL of the parity, None where it does not."""
-    with suppress(CkptError):
-        parity = FileParity.find(place.storage, file.name)
-        is_whole = parity is not None and parity.mend(partial(place.storage.get_into, file.name), 0, image)
-        if is_whole and all(digest(image[one.offset :][: one.nbytes]) == one.digest for one in needed):
-            return parity.url
-    return None
-
-
 def _serve(source: Repository, snapshot: str, entry: str, file: DataFile, piece: Piece, part: memoryview) -> bool:
     """Fill `part` with the bytes of a piece; whether the source has them."""
     with suppress(CkptError):
@@ -137,9 +122,4 @@ def _serve(source: Repository, snapshot: str, entry: str, file: DataFile, piece:
             if one.content_digest == piece.digest:
                 decoder_of(source.storage.get_into, theirs).read(entry, start, one, part)
                 return True
-    with suppress(CkptError):
-        parity = FileParity.find(source.storage, file.name)
-        if parity is not None:
-            parity.mend(partial(source.storage.get_into, file.name), piece.offset, part)
-            return digest(part) == piece.digest
     return False

@@ -379,7 +379,8 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     """
     memory = config.memory
     replicate = memory.replicate if memory is not None else None
-    machines = 0 if memory is None else PAIR if replicate is not None else memory.parity or 0
+    group = memory.parity if memory is not None and isinstance(memory.parity, int) else 0
+    machines = PAIR if replicate is not None else group
     if ranks is not None and ranks.size > 1:
         limit = memory.bandwidth if memory is not None else None
         nearest = config.tiers[0]

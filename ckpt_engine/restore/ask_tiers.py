@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from ckpt_engine.copy.file_parity import FileParity
+from ckpt_engine.copy.file_parity import restored
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
@@ -392,14 +392,9 @@ class Sources:
         self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, made_by, what))
 
     def _by_parity(self, name: str, start: int, out: memoryview) -> str | None:
-        """Fill `out` with what parity makes again of a data file, to be verified; the URL of the parity, if one can."""
-        for storage in self._storages:
-            with suppress(CkptError):
-                parity = FileParity.find(storage, name)
-                if parity is not None and parity.mend(partial(storage.get_into, name), start, out):
-                    self._damaged.add(name)
-                    return parity.url
-        return None
+        """Fill `out` with bytes that parity makes again, to be verified; the URL of the parity, None: it cannot."""
+        self._damaged.add(name)
+        return next(filter(None, (restored(storage, name, start, out) for storage in self._storages)), None)
 
     def decoder(
         self,

@@ -48,6 +48,9 @@ SMALL_BYTES = 1 << 20
 ROWS_BYTES = 8 << 20
 """The most that a file of rows may have."""
 
+MOST_PARTS = 32
+"""Ranges of a data file and parts of its parity, together."""
+
 _REMEMBERED = 4096
 """Names that were taken apart: a listing shows the same ones again and again."""
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
@@ -196,7 +199,8 @@ def copy_id(name: str) -> ParsedId | None:
 def parity_of(name: str) -> ParityName | None:
     """What the name of a parity object says, or None if this is none."""
     match = _PARITY.fullmatch(name)
-    return ParityName(match[1], int(match[8]), int(match[9]), int(match[10])) if match else None
+    found = match and ParityName(match[1], int(match[8]), int(match[9]), int(match[10]))
+    return found if found and found.data + found.parity <= MOST_PARTS else None
 
 
 def data_file_of(name: str) -> str:

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ckpt_engine.copy.file_parity import FileParity, restored
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.preempt.divergence import parse_rollback
@@ -51,15 +52,18 @@ class SnapshotProblem:
     Args:
         code: of the error.
         entry: the entry that is hit; None where it is the manifest or a whole file.
+        mendable: what the place itself has can mend it: the parity of the file.
     """
 
     code: str
     message: str
     file: str | None = None
     entry: str | None = None
+    mendable: bool = False
 
     def __str__(self) -> str:
-        return f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
+        text = f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
+        return f"{text}; its parity can mend it" if self.mendable else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +174,21 @@ class Checker:
         self._advance = advance
         self._verified = verified or VerifiedFiles(repository.storage)
         self._good: set[tuple[str, int, int, str]] = set()
+        self._good_parity: set[str] = set()
 
     def check(self, snapshot: str) -> Verdict:
         """Read and digest everything the snapshot needs."""
-        try:
-            manifest = self._repository.read(snapshot)
-        except (FormatError, StorageMissingError) as err:
-            return self._verdict(snapshot, [SnapshotProblem(err.code, err.message, names.manifest_name(snapshot))], 0)
+        manifest: Manifest | None = None
+        unusable: list[SnapshotProblem] = []
+        for name in self._repository.manifest_objects(snapshot):
+            try:
+                manifest = self._repository.read_object(name, snapshot)[0]
+            except (FormatError, StorageMissingError) as err:
+                unusable.append(SnapshotProblem(err.code, err.message, name))
+        if manifest is None:
+            return self._verdict(snapshot, unusable, 0)
         problems, read_bytes = self._data(manifest, names.manifest_name(snapshot))
-        return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
+        return self._verdict(snapshot, unusable + problems, read_bytes, manifest.info.partial)
 
     def check_others(self) -> tuple[SnapshotProblem, ...]:
         """What is wrong with the files that are of no snapshot: `SnapshotProblem.file` names them."""
@@ -239,8 +249,9 @@ class Checker:
         read_bytes = 0
         sizes = {item.name: item.nbytes for item in self._storage.list(names.DATA)}
         stored, whole = _by_file(manifest)
+        parities = {one.file: FileParity(self._storage, one) for one in map(names.parity_of, sizes) if one is not None}
         for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
-            pieces = stored.get(file, {})
+            pieces, parity, before = stored.get(file, {}), parities.get(file), len(problems)
             if file not in sizes:
                 held = units.first(list(dict.fromkeys(one.entry for one in pieces.values())), 3)
                 problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {held}", file))
@@ -249,19 +260,31 @@ class Checker:
                 problems.append(
                     SnapshotProblem(CorruptError.code, f"has {sizes[file]:,} bytes instead of {nbytes:,}", file)
                 )
-            key = key_of(file, pieces)
+            key = key_of(file if parity is None else parity.name, pieces)
             if key in self._verified.times:
                 self._good.update((file, *one) for one in pieces)
                 continue
-            before = len(problems)
             problems += self._header(file, whole.get(file, {}))
             for found, done in self._pieces(file, pieces):
                 problems += found
                 read_bytes += done
                 self._advance(done)
+            if parity is not None:
+                problems[before:] = self._with_parity(file, parity, problems[before:])
             if len(problems) == before:
                 self._verified.add(key)
         return problems, read_bytes
+
+    def _with_parity(self, file: str, parity: FileParity, problems: Sequence[SnapshotProblem]) -> list[SnapshotProblem]:
+        """What is wrong with a data file, and whether its parity can mend that; and what is wrong with its parity."""
+        is_mendable = bool(problems) and restored(self._storage, file) is not None
+        found = [replace(one, mendable=is_mendable) for one in problems]
+        damaged = 0 if parity.name in self._good_parity else parity.damaged_parts()
+        if damaged:
+            text = f"{damaged:,} parts of the parity are not what was written"
+            return [*found, SnapshotProblem(CorruptError.code, text, parity.name)]
+        self._good_parity.add(parity.name)
+        return found
 
     def _verdict(
         self, snapshot: str, problems: Sequence[SnapshotProblem], read_bytes: int, partial: Partial | None = None

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ckpt_engine.copy.add_parity import more_bytes
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage, where_permitted
@@ -113,6 +114,7 @@ class PrimaryTier:
         self._emit = emit
         self._made_room = made_room
         self._codec = config.codec
+        self._parity = config.parity if lease is not None else None
         self._aside = aside
         self._drafts_fail = self._swept = self._warned = self._gives_way = False
         self._ranks = ranks
@@ -299,6 +301,7 @@ class PrimaryTier:
         repository, nbytes = self._repository, contents.new_bytes
         if self._finish.is_shared:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._ranks.members)
+        nbytes += more_bytes(self._parity, nbytes)
         if not self._warned:
             self._warned = True
             if (short := shortage(repository, self._policy, nbytes)) is not None:
@@ -355,6 +358,9 @@ class PrimaryTier:
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
         """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
         self._look_back()
+        if self._parity is not None:
+            with suppress(StorageError, AbandonedError):  # the next one makes up for it
+                self._repository.copy_manifests()
         if self.keeps_all:
             return
         assert self._lease is not None

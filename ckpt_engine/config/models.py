@@ -173,8 +173,8 @@ class Tier(Section):
         | None
     ) = Field(
         default=None,
-        description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares. Of "
-        "another tier: parts of its data files that may be damaged, such as {data: 8, parity: 2}.",
+        description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares. "
+        "Of another tier: how many parts of a data file may be lost, such as {data: 8, parity: 2}.",
     )
     keep: KeepRules | None = Field(default=None, description="Retention of this tier, instead of the general one.")
     protect: Protect | None = Field(default=None, description="The same of this tier, instead of the general one.")

@@ -11,30 +11,29 @@ from contextlib import contextmanager, suppress
 from ckpt_engine.copy.file_parity import FileParity
 from ckpt_engine.copy.transfer import mapped, pieces_of, scratch_file, scratch_of, viewed
 from ckpt_engine.errors import FormatError, StorageMissingError
-from ckpt_engine.store import names
+from ckpt_engine.store import container, names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.names import ParityName
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 
-Parts = tuple[int, int]
-"""So many ranges that a data file is cut into, and so many parts of parity."""
+
+def parts_of(place: Repository) -> tuple[int, int] | None:
+    """Into how many ranges data files of a place that was listed are cut, and how many parts of parity they have; None:
+    they have none.
+    """
+    names_there = (item.name for item in (place.storage.list(names.DATA) if place.copied else ()))
+    return next(((one.data, one.parity) for one in map(names.parity_of, names_there) if one is not None), None)
 
 
-def parts_of(place: Repository) -> Parts | None:
-    """How the parity of a place that was listed is made; None: it has none."""
-    listed = place.storage.list(names.DATA) if place.copied else ()
-    return next(((one.data, one.parity) for item in listed if (one := names.parity_of(item.name))), None)
-
-
-def more_bytes(parts: Parts | None, nbytes: int) -> int:
+def more_bytes(parts: tuple[int, int] | None, nbytes: int) -> int:
     """What the parity of so many bytes of data takes, about."""
     return 0 if parts is None else nbytes * parts[1] // parts[0]
 
 
 def add_parity(
     place: Repository,
-    parts: Parts,
+    parts: tuple[int, int],
     check_lease: Callable[[], object],
     scratch: str | None = None,
     step: Callable[[], object] = lambda: None,
@@ -42,6 +41,7 @@ def add_parity(
     """Make the parity that data files lack, those of the newest snapshot first, from what is there.
 
     Args:
+        parts: as of `parts_of`.
         check_lease: raises `LeaseHeldError` if the place is not ours any more.
         scratch: a folder for what is on no disk; None: the system's temporary one.
         step: called between parts of the work.
@@ -85,8 +85,10 @@ def encoded(
         scratch, step: as of `add_parity`.
 
     Raises:
+        FormatError: the header of the data file is damaged.
         StorageError: there is no room, or the library is not installed.
     """
+    container.parse_header(bytes(image[: container.header_nbytes(bytes(image[:8]))]))  # the digests are of what follows
     parity = FileParity(storage, name)
     with viewed(scratch_file(scratch or scratch_of(storage), parity.nbytes)) as whole:
         parity.encode(image, whole, step)

@@ -6,11 +6,11 @@ a stripe is one block of each range. Digests say which blocks of a stripe are da
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -30,6 +30,7 @@ ReadInto = Callable[[int, memoryview], object]
 """Fills memory with the bytes of a data file from a position on; an error of this project says that they are lost."""
 
 
+@dataclass(frozen=True, slots=True)
 class FileParity:
     """The parity object of a data file at a place.
 
@@ -38,29 +39,13 @@ class FileParity:
         name: of the object, which says how it is made.
     """
 
-    def __init__(self, storage: Storage, name: ParityName) -> None:
-        self._storage = storage
-        self._data = name.data
-        self._parity = name.parity
-        self._nbytes = name.nbytes
-        self._range_bytes = range_bytes(name)
-        self._row_bytes = (name.data + name.parity + 1) * DIGEST_BYTES
-        self.name = str(name)
-
-    @classmethod
-    def find(cls, storage: Storage, file: str) -> Self | None:
-        """The parity of a data file; None: it has none.
-
-        Raises:
-            StorageError: that cannot be found out.
-        """
-        found = (names.parity_of(item.name) for item in storage.list(f"{file}.parity-"))
-        return next((cls(storage, one) for one in found if one is not None), None)
+    storage: Storage
+    name: ParityName
 
     @property
     def nbytes(self) -> int:
         """The bytes of the object."""
-        return self._parity * (self._range_bytes + self._row_bytes * len(self._starts))
+        return self.name.parity * (self.name.range_bytes + self._row_bytes * len(self._starts))
 
     def encode(self, image: memoryview, out: memoryview, step: Callable[[], object]) -> None:
         """Make the object.
@@ -77,8 +62,8 @@ class FileParity:
             step()
             nbytes = self._block_bytes(start)
             blocks = [bytes(image[place : place + nbytes]).ljust(nbytes, b"\0") for place in self._places(start)]
-            fragments = _driver(self._data, self._parity).encode(b"".join(blocks))
-            parts = [fragment[-nbytes:] for fragment in fragments[self._data :]]
+            fragments = _driver(self.name.data, self.name.parity).encode(b"".join(blocks))
+            parts = [fragment[-nbytes:] for fragment in fragments[self.name.data :]]
             row = b"".join(map(xxhash.xxh3_128_digest, [*blocks, *parts]))
             row += xxhash.xxh3_128_digest(row)
             stripe = b"".join([row + part for part in parts])
@@ -99,7 +84,7 @@ class FileParity:
         Raises:
             StorageError: the library is not installed.
         """
-        stop = self._nbytes if out is None else start + out.nbytes
+        stop = self.name.nbytes if out is None else start + out.nbytes
         is_whole = True
         for stripe in self._starts:
             places = self._places(stripe)
@@ -114,61 +99,67 @@ class FileParity:
 
     def damaged_parts(self) -> int:
         """How many parts of the object are not as they were written."""
-        lost: list[memoryview | None] = [None] * self._data
+        lost: list[memoryview | None] = [None] * self.name.data
         stripes = map(self._parts, self._starts)
-        return sum(self._parity - len(_good([*lost, *parts], digests)) for digests, parts in stripes)
+        return sum(self.name.parity - len(_good([*lost, *parts], digests)) for digests, parts in stripes)
+
+    @property
+    def _row_bytes(self) -> int:
+        """The digests of all blocks of a stripe, and the digest of these."""
+        return (self.name.data + self.name.parity + 1) * DIGEST_BYTES
 
     @property
     def _starts(self) -> range:
         """Where the stripes begin in each range."""
-        return range(0, self._range_bytes, BLOCK_BYTES)
+        return range(0, self.name.range_bytes, BLOCK_BYTES)
 
     def _block_bytes(self, start: int) -> int:
-        return min(BLOCK_BYTES, self._range_bytes - start)
+        return min(BLOCK_BYTES, self.name.range_bytes - start)
 
     def _places(self, start: int) -> list[int]:
         """Where the blocks of a stripe are in the data file."""
-        return [number * self._range_bytes + start for number in range(self._data)]
+        return [number * self.name.range_bytes + start for number in range(self.name.data)]
 
     def _stripe_at(self, start: int) -> int:
         """Where a stripe is in the object: of each part a row of digests and a block."""
-        return self._parity * (start + start // BLOCK_BYTES * self._row_bytes)
+        return self.name.parity * (start + start // BLOCK_BYTES * self._row_bytes)
 
     def _blocks(self, read: ReadInto, start: int) -> list[memoryview]:
         """The blocks of a stripe, with zeros for what is lost and behind the end of the file."""
-        blocks = [memoryview(bytearray(self._block_bytes(start))) for _ in range(self._data)]
+        blocks = [memoryview(bytearray(self._block_bytes(start))) for _ in range(self.name.data)]
         for place, block in zip(self._places(start), blocks, strict=True):
             with suppress(CkptError):
-                read(place, block[: max(0, self._nbytes - place)])
+                read(place, block[: max(0, self.name.nbytes - place)])
         return blocks
 
-    def _parts(self, start: int) -> tuple[bytes, list[memoryview | None]]:
+    def _parts(self, start: int) -> tuple[list[bytes], list[memoryview | None]]:
         """The digests of all blocks of a stripe, and its blocks of parity; None for those whose row is damaged.
 
         If all rows are, there are no digests.
         """
         part_bytes = self._row_bytes + self._block_bytes(start)
-        stripe = memoryview(bytearray(self._parity * part_bytes))
+        stripe = memoryview(bytearray(self.name.parity * part_bytes))
         with suppress(CkptError):
-            self._storage.get_into(self.name, self._stripe_at(start), stripe)
-        digests, parts = b"", list[memoryview | None]()
+            self.storage.get_into(str(self.name), self._stripe_at(start), stripe)
+        digests = b""
+        parts: list[memoryview | None] = []
         for at in range(0, stripe.nbytes, part_bytes):
             row = bytes(stripe[at : at + self._row_bytes])
             is_sound = xxhash.xxh3_128_digest(row[:-DIGEST_BYTES]) == row[-DIGEST_BYTES:]
             digests = row if is_sound else digests
             parts.append(stripe[at + self._row_bytes : at + part_bytes] if is_sound else None)
-        return digests, parts
+        return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)], parts
 
     def _restore(self, blocks: Sequence[memoryview], start: int) -> bool:
         """Make the damaged blocks of a stripe again where they are; whether all are whole now."""
         digests, parts = self._parts(start)
         good = _good([*blocks, *parts], digests)
-        missing = [number for number in range(self._data) if number not in good]
-        if not missing or len(good) < self._data:
+        missing = [number for number in range(self.name.data) if number not in good]
+        if not missing or len(good) < self.name.data:
             return not missing
-        headers = _headers(self._data, self._parity, self._block_bytes(start))
+        headers = _headers(self.name.data, self.name.parity, self._block_bytes(start))
         fragments = [headers[number] + block for number, block in good.items()]
-        made = _driver(self._data, self._parity).reconstruct(fragments, missing)
+        made = _driver(self.name.data, self.name.parity).reconstruct(fragments, missing)
         for number, fragment in zip(missing, made, strict=True):
             blocks[number][:] = fragment[-blocks[number].nbytes :]
         return True
@@ -184,9 +175,10 @@ def restored(storage: Storage, file: str, start: int = 0, out: memoryview | None
         The URL of the parity; None: there is none, or it is not enough.
     """
     with suppress(CkptError):
-        parity = FileParity.find(storage, file)
-        if parity is not None and parity.mend(partial(storage.get_into, file), start, out):
-            return f"{storage.url}/{parity.name}"
+        for item in storage.list(f"{file}.parity-"):
+            name = names.parity_of(item.name)
+            if name is not None and FileParity(storage, name).mend(partial(storage.get_into, file), start, out):
+                return f"{storage.url}/{name}"
     return None
 
 
@@ -196,21 +188,18 @@ def is_mendable(there: Mapping[str, int], file: DataFile) -> bool:
     Args:
         there: the bytes of the objects of a place, by name.
     """
-    found = [one for name in there if name.startswith(f"{file.name}.") and (one := names.parity_of(name))]
-    return any(there.get(file.name, 0) >= (one.data - one.parity) * range_bytes(one) for one in found)
+    return any(
+        there.get(file.name, 0) >= (one.data - one.parity) * one.range_bytes
+        for name in there
+        if name.startswith(f"{file.name}.") and (one := names.parity_of(name)) is not None
+    )
 
 
-def range_bytes(name: ParityName) -> int:
-    """The bytes of each range that a data file is cut into; the last one may have fewer."""
-    return -(-name.nbytes // name.data)
-
-
-def _good(blocks: Sequence[memoryview | None], digests: bytes) -> dict[int, memoryview]:
+def _good(blocks: Sequence[memoryview | None], digests: Sequence[bytes]) -> dict[int, memoryview]:
     """Those blocks that have their digests, by number."""
-    wanted = (digests[at : at + DIGEST_BYTES] for at in itertools.count(0, DIGEST_BYTES))
     return {
         number: block
-        for number, (block, one) in enumerate(zip(blocks, wanted, strict=False))
+        for number, (block, one) in enumerate(zip(blocks, digests, strict=False))
         if block is not None and xxhash.xxh3_128_digest(block) == one
     }
 

@@ -228,7 +228,7 @@ class TierConfig:
         bandwidth_bytes_per_second: None: no limit.
         fatal: its failures stop training instead of being reported.
         codec: how it stores what it gets: a codec's name, or `auto`.
-        parity: how its data files get parity, as `add_parity.Parts`; None: they have none.
+        parity: how its data files get parity, as `add_parity.parts_of`; None: they get none.
     """
 
     url: str

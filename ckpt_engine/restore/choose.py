@@ -284,8 +284,9 @@ def _assemble(
             require_whole(manifest.info, place.storage.url)
             known[text] = manifest
             there = sizes(place)
-            unequal = [file for file in manifest.files if there.get(file.name) != file.nbytes]
-            lacking = [file for file in unequal if not is_mendable(there, file)]
+            lacking = [
+                file for file in manifest.files if there.get(file.name) != file.nbytes and not is_mendable(there, file)
+            ]
             for kind in kinds:
                 if kind.manifest == manifest:
                     kind.lacking.intersection_update(lacking)

@@ -48,9 +48,6 @@ SMALL_BYTES = 1 << 20
 ROWS_BYTES = 8 << 20
 """The most that a file of rows may have."""
 
-MOST_PARTS = 32
-"""Ranges of a data file and parts of its parity, together."""
-
 _REMEMBERED = 4096
 """Names that were taken apart: a listing shows the same ones again and again."""
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
@@ -61,7 +58,7 @@ _PART = re.compile(rf"parts/({_ID.pattern})-r([0-9]{{5,}})\.json")
 _WANTED = re.compile(rf"parts/({_ID.pattern})-wanted\.json")
 _ROWS = re.compile(r"replay/[0-9]{13}-[0-9a-f]{8}-r([0-9]{5,})\.rows")
 _DATA = re.compile(rf"data/({_ID.pattern})-r([0-9]{{5,}})(-p[0-9]{{3,}})?\.safetensors")
-_PARITY = re.compile(rf"({_DATA.pattern})\.parity-([1-9][0-9]?)-([1-9][0-9]?)-([1-9][0-9]*)")
+_PARITY = re.compile(rf"({_DATA.pattern})\.parity-([1-9]|1[0-9]|2[0-4])-([1-8])-([1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +84,11 @@ class ParityName:
     data: int
     parity: int
     nbytes: int
+
+    @property
+    def range_bytes(self) -> int:
+        """The bytes of each range; the last one may have fewer."""
+        return -(-self.nbytes // self.data)
 
     def __str__(self) -> str:
         return f"{self.file}.parity-{self.data}-{self.parity}-{self.nbytes}"
@@ -199,14 +201,12 @@ def copy_id(name: str) -> ParsedId | None:
 def parity_of(name: str) -> ParityName | None:
     """What the name of a parity object says, or None if this is none."""
     match = _PARITY.fullmatch(name)
-    found = match and ParityName(match[1], int(match[8]), int(match[9]), int(match[10]))
-    return found if found and found.data + found.parity <= MOST_PARTS else None
+    return ParityName(match[1], int(match[8]), int(match[9]), int(match[10])) if match else None
 
 
 def data_file_of(name: str) -> str:
     """The object name of the data file whose parity this object has; else the name itself."""
-    parity = parity_of(name)
-    return name if parity is None else parity.file
+    return parity.file if (parity := parity_of(name)) is not None else name
 
 
 @lru_cache(_REMEMBERED)

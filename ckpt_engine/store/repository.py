@@ -272,14 +272,10 @@ class Repository:
         Args:
             known: manifests by their bytes, which are not decoded again.
         """
-        first: CkptError | None = None
-        for name in self.manifest_objects(snapshot):
-            try:
-                return self.read_object(name, snapshot, known)
-            except (FormatError, StorageMissingError) as err:
-                first = first or err
-        assert first is not None
-        raise first
+        name, *more = self.manifest_objects(snapshot)
+        with suppress(*(FormatError, StorageMissingError) if more else ()):
+            return self.read_object(name, snapshot, known)
+        return self.read_object(more[0], snapshot, known)
 
     def manifest_objects(self, snapshot: str) -> tuple[str, ...]:
         """The names of the objects that should have the manifest of a snapshot."""
@@ -555,15 +551,12 @@ class Repository:
     def _read_info(self, snapshot: str) -> SnapshotInfo:
         name, *more = self.manifest_objects(snapshot)
         info: SnapshotInfo | None = None
-        try:
+        with suppress(*(FormatError, StorageMissingError) if more else ()):
             head = self.storage.get(name, 0, manifest_codec.HEAD_BYTES)
             with self._locating(name):
                 info = manifest_codec.decode_info(head)
                 if info is not None:
                     _require_id(info, snapshot)
-        except (FormatError, StorageMissingError):
-            if not more:
-                raise
         return self._infos.setdefault(snapshot, info or self.read(snapshot).info)
 
     @contextmanager

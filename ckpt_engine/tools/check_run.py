@@ -174,7 +174,6 @@ class Checker:
         self._advance = advance
         self._verified = verified or VerifiedFiles(repository.storage)
         self._good: set[tuple[str, int, int, str]] = set()
-        self._good_parity: set[str] = set()
 
     def check(self, snapshot: str) -> Verdict:
         """Read and digest everything the snapshot needs."""
@@ -192,8 +191,14 @@ class Checker:
 
     def check_others(self) -> tuple[SnapshotProblem, ...]:
         """What is wrong with the files that are of no snapshot: `SnapshotProblem.file` names them."""
-        checks = ((item.name, self._other(item.name)) for item in self._storage.list(""))
-        return tuple(one for name, check in checks if check is not None for one in self._found(name, check))
+        listed = [item.name for item in self._storage.list("")]
+        checks = ((name, self._other(name)) for name in listed)
+        found = [one for name, check in checks if check is not None for one in self._found(name, check)]
+        for name in filter(None, map(names.parity_of, listed)):
+            if damaged := FileParity(self._storage, name).damaged_parts():
+                text = f"{damaged:,} parts of it are not what was written → `ckpt repair` makes it again"
+                found.append(SnapshotProblem(CorruptError.code, text, str(name)))
+        return tuple(found)
 
     def _other(self, name: str) -> Callable[[bytes, str], object] | None:
         """What reads all of the file of this name and raises if that is not possible; None: it is not to be checked."""
@@ -249,9 +254,9 @@ class Checker:
         read_bytes = 0
         sizes = {item.name: item.nbytes for item in self._storage.list(names.DATA)}
         stored, whole = _by_file(manifest)
-        parities = {one.file: FileParity(self._storage, one) for one in map(names.parity_of, sizes) if one is not None}
         for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
-            pieces, parity, before = stored.get(file, {}), parities.get(file), len(problems)
+            pieces = stored.get(file, {})
+            before = len(problems)
             if file not in sizes:
                 held = units.first(list(dict.fromkeys(one.entry for one in pieces.values())), 3)
                 problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {held}", file))
@@ -260,7 +265,7 @@ class Checker:
                 problems.append(
                     SnapshotProblem(CorruptError.code, f"has {sizes[file]:,} bytes instead of {nbytes:,}", file)
                 )
-            key = key_of(file if parity is None else parity.name, pieces)
+            key = key_of(file, pieces)
             if key in self._verified.times:
                 self._good.update((file, *one) for one in pieces)
                 continue
@@ -269,22 +274,11 @@ class Checker:
                 problems += found
                 read_bytes += done
                 self._advance(done)
-            if parity is not None:
-                problems[before:] = self._with_parity(file, parity, problems[before:])
             if len(problems) == before:
                 self._verified.add(key)
+            elif restored(self._storage, file) is not None:
+                problems[before:] = [replace(one, mendable=True) for one in problems[before:]]
         return problems, read_bytes
-
-    def _with_parity(self, file: str, parity: FileParity, problems: Sequence[SnapshotProblem]) -> list[SnapshotProblem]:
-        """What is wrong with a data file, and whether its parity can mend that; and what is wrong with its parity."""
-        is_mendable = bool(problems) and restored(self._storage, file) is not None
-        found = [replace(one, mendable=is_mendable) for one in problems]
-        damaged = 0 if parity.name in self._good_parity else parity.damaged_parts()
-        if damaged:
-            text = f"{damaged:,} parts of the parity are not what was written"
-            return [*found, SnapshotProblem(CorruptError.code, text, parity.name)]
-        self._good_parity.add(parity.name)
-        return found
 
     def _verdict(
         self, snapshot: str, problems: Sequence[SnapshotProblem], read_bytes: int, partial: Partial | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from ckpt_engine.copy.add_parity import Parts, add_parity
+from ckpt_engine.copy.add_parity import add_parity
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.copy.whole_file import whole_file
 from ckpt_engine.errors import CkptError, StorageMissingError
@@ -45,7 +45,7 @@ def mend_damage(
 
 
 def complete_parity(
-    config: WriterConfig, parts: Parts, check_lease: Callable[[], object], emit: Callable[[Event], object]
+    config: WriterConfig, parts: tuple[int, int], check_lease: Callable[[], object], emit: Callable[[Event], object]
 ) -> None:
     """Make the parity that data files of the nearest tier lack. `check_lease` and `emit` are as of `mend_damage`."""
     place = Repository(open_storage(config.url, config.storage_options))

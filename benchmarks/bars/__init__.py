@@ -34,6 +34,7 @@ NAMES = (
     "recorder",
     "cuda",
     "codecs",
+    "parity",
     "follow",
 )
 """Bars in the order in which they run and are shown."""

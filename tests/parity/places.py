@@ -25,13 +25,13 @@ def state(step: int, elements: int = 300_000) -> dict[str, Any]:
     return {"model": {**frozen, "w": torch.full((elements,), float(step))}, "step": step}
 
 
-def train(tiers: list[Any], steps: int = 3, **options: Any) -> None:
+def train(tiers: list[Any], steps: int = 3, elements: int = 300_000, **options: Any) -> None:
     for step in range(1, steps + 1):
         given = {"keep": {"last": 9}, "writer": "thread", "wait_at_end": WAIT_SECONDS, **options}
         with Checkpointer({"tiers": tiers, **given}) as ckpt:
             if step > 1:
                 ckpt.load()
-            assert ckpt.save(state(step), step=step).wait(WAIT_SECONDS)
+            assert ckpt.save(state(step, elements), step=step).wait(WAIT_SECONDS)
 
 
 class ParityPlace:

@@ -83,7 +83,7 @@ class TierOptions(TypedDict, total=False):
     every: Duration
     every_n_steps: int
     replicate: int
-    parity: int
+    parity: int | Mapping[str, int]
     keep: KeepOptions | int
     protect: Mapping[str, int]
     bandwidth: Size

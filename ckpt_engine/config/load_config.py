@@ -31,7 +31,7 @@ from yaml.reader import ReaderError
 from ckpt_engine.config.models import SECTION, Config, Tier
 from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.config.reporting import Log, Status
-from ckpt_engine.config.sections import Best, Keep, Preemption, ResumeChanges, Section, Source
+from ckpt_engine.config.sections import Best, Keep, ParityParts, Preemption, ResumeChanges, Section, Source
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -61,6 +61,7 @@ _SECTIONS: Mapping[str, type[Section]] = {
     "keep": Keep,
     "keep.best": Best,
     "tiers": Tier,
+    "tiers.parity": ParityParts,
     "preemption": Preemption,
     "preemption.sources": Source,
     "status": Status,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
@@ -41,7 +42,17 @@ from ckpt_engine.config.option_types import (
     refuse,
 )
 from ckpt_engine.config.reporting import EventCalls, Log, Status
-from ckpt_engine.config.sections import Keep, KeepRules, Preemption, Protect, ResumeChanges, Rollback, Seal, Section
+from ckpt_engine.config.sections import (
+    Keep,
+    KeepRules,
+    ParityParts,
+    Preemption,
+    Protect,
+    ResumeChanges,
+    Rollback,
+    Seal,
+    Section,
+)
 from ckpt_engine.plugins import CODECS, plugin
 
 SECTION = "section"
@@ -104,9 +115,16 @@ class Tier(Section):
         default=None,
         description="Of the memory tier of several machines: so many further machines have each rank's share (1).",
     )
-    parity: Count | None = Field(
+    parity: (
+        Annotated[
+            Annotated[Count, Tag("count")] | Annotated[ParityParts, Tag(SECTION)],
+            Discriminator(lambda value: SECTION if isinstance(value, dict | ParityParts) else "count"),
+        ]
+        | None
+    ) = Field(
         default=None,
-        description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares.",
+        description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares. "
+        "Of another tier: how many parts of a data file may be lost, such as {data: 8, parity: 2}.",
     )
     keep: KeepRules | None = Field(default=None, description="Retention of this tier, instead of the general one.")
     protect: Protect | None = Field(default=None, description="The same of this tier, instead of the general one.")
@@ -134,6 +152,11 @@ class Tier(Section):
     )
 
     seal: Seal | None = Field(default=None, description="How this tier is sealed, instead of the general way.")
+
+    @property
+    def parts(self) -> tuple[int, int] | None:
+        """Of a tier with parity of its data files: into how many ranges, and how many parts of parity."""
+        return (self.parity.data, self.parity.parity) if isinstance(self.parity, ParityParts) else None
 
     @property
     def is_folder(self) -> bool:
@@ -171,9 +194,14 @@ class Tier(Section):
                 "replicate is 1, and for the memory tier only",
             ),
             (
-                parity is not None and (not is_memory or parity < LEAST_PARITY),
+                isinstance(parity, int) and (not is_memory or parity < LEAST_PARITY),
                 f"parity is a number of machines from {LEAST_PARITY} on, and for the memory tier only; "
-                "two machines take replicate: 1",
+                "two machines take replicate: 1, another tier takes {data: 8, parity: 2}",
+            ),
+            (is_memory and isinstance(parity, ParityParts), "parity of the memory tier is a number of machines"),
+            (
+                isinstance(parity, ParityParts) and find_spec("pyeclib") is None,
+                "parity needs pyeclib: pip install 'ckpt-engine[parity]'",
             ),
             (replicate is not None and parity is not None, "give either replicate or parity"),
         )

@@ -361,7 +361,8 @@ def _glances(cut_layout: CutLayout, image: memoryview) -> Glances:
     found = {}
     for entry, extents in zip(cut_layout.layout.entries, cut_layout.extents, strict=True):
         for number, one in enumerate(extents):
-            piece, step = image[one.offset :][: one.nbytes], max(GLANCE_PAGE_BYTES, one.nbytes // GLANCES)
-            here = tuple(bytes(piece[at : at + GLANCE_BYTES]) for at in range(0, one.nbytes, step))
-            found[entry.name, number] = one.nbytes, here
+            piece = image[one]
+            step = max(GLANCE_PAGE_BYTES, len(piece) // GLANCES)
+            here = tuple(bytes(piece[at : at + GLANCE_BYTES]) for at in range(0, len(piece), step))
+            found[entry.name, number] = len(piece), here
     return found

@@ -16,6 +16,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from ckpt_engine.copy.file_parity import restored
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
@@ -338,7 +339,9 @@ class Sources:
                     self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, storage.url, why))
                 return
         assert first is not None
-        raise first
+        if (made_by := self._by_parity(name, start, out)) is None:
+            raise first
+        self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, made_by, first.message))
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
         """The bytes where they are, to be verified and not changed; None where they have to be read."""
@@ -368,7 +371,15 @@ class Sources:
                     self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
             self._damaged.add(name)
-        raise CorruptError(f"{entry!r}: {what}")
+        made_by = self._by_parity(name, piece.offset, out)
+        if made_by is None or digest(out) != piece.digest:
+            raise CorruptError(f"{entry!r}: {what}")
+        self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, made_by, what))
+
+    def _by_parity(self, name: str, start: int, out: memoryview) -> str | None:
+        """Fill `out` with bytes that parity makes again, to be verified; the URL of the parity, None: it cannot."""
+        self._damaged.add(name)
+        return next(filter(None, (restored(storage, name, start, out) for storage in self._storages)), None)
 
     def decoder(
         self,

@@ -15,6 +15,7 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
+from ckpt_engine.copy.file_parity import is_mendable
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -280,7 +281,9 @@ def _assemble(
             require_whole(manifest.info, place.storage.url)
             known[text] = manifest
             there = sizes(place)
-            lacking = [file for file in manifest.files if there.get(file.name) != file.nbytes]
+            lacking = [
+                file for file in manifest.files if there.get(file.name) != file.nbytes and not is_mendable(there, file)
+            ]
             kind = next((one for one in kinds if one.manifest == manifest), None)
             if kind is None:
                 kinds.append(kind := _Copies(manifest, set(lacking)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +27,7 @@ from ckpt_engine.errors import (
     StorageStalledError,
 )
 from ckpt_engine.observe.events import (
+    GONE,
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
@@ -39,13 +41,14 @@ from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
+from ckpt_engine.store.storage.retries import ask_apart
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader, StuckCallRunner, WatchedStorage
 from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
-from ckpt_engine.writer.mend_damage import mend_damage
+from ckpt_engine.writer.mend_damage import complete_parity, mend_damage
 from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
 from ckpt_engine.writer.pulse import SpentTimes
@@ -99,6 +102,9 @@ class Persister:
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
         self._attempts: AttemptRecord | None = None
+        self._parts = config.parity if config.ranks.leads else None
+        self._parity: Sequence[Future[None]] = ()
+        """The thread that makes it, if there has been one."""
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -232,6 +238,9 @@ class Persister:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
         if self._held_back is not None:
             self._prune(self._held_back)
+        if self._opened and self.ending != GONE:  # else the next attempt must not wait for it
+            self._add_parity(self._config.end_wait_seconds)
+            wait(self._parity, self._config.end_wait_seconds)
         if self._opened and not self._lane.last(self._release):
             self._opened = False
             try:
@@ -282,6 +291,7 @@ class Persister:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
             self._primary_failed(err)
+        self._add_parity()
 
     def _begin_secondary(self) -> None:
         try:
@@ -405,15 +415,25 @@ class Persister:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
-            if damaged:
-                work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._report.emit)
-                threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
+        if damaged and (self._secondary is not None or self._parts is not None):
+            work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._report.emit)
+            ask_apart(work, "ckpt-mend")
+
+    def _add_parity(self, wait_seconds: float = 0.0) -> None:
+        """Begin to make the parity that data files lack; if that is under way still after so long, it goes on alone."""
+        if self._parts is None:
+            return
+        wait(self._parity, wait_seconds)
+        if all(one.done() for one in self._parity):
+            work = partial(complete_parity, self._config, self._parts, self._primary.check_lease, self._report.emit)
+            self._parity = [ask_apart(work, "ckpt-parity")]
 
     def _committed(self, snapshot: str) -> None:
         self.rows.committed.set()
         if self._secondary is not None:
             self._secondary.committed(snapshot)
         self._prune(snapshot)
+        self._add_parity()
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
         """Write the snapshot to the nearest tier, or to the next one that works; whether it was the nearest.

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ckpt_engine.copy.add_parity import more_bytes
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage, where_permitted
@@ -111,6 +112,7 @@ class PrimaryTier:
         self._device = device_of(folder.root) if (folder := repository.storage.capabilities.locks) else None
         self._report = Reporter(emit)
         self._made_room = made_room
+        self._parity = config.parity if lease is not None else None
         self._aside = aside
         self.swept = self._warned = False
         """What earlier writers have left was removed; to be unset where the disk is full, or has failed."""
@@ -289,6 +291,7 @@ class PrimaryTier:
         repository, nbytes = self.repository, contents.new_bytes
         if self._finish.is_shared:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._config.ranks.members)
+        nbytes += more_bytes(self._parity, nbytes)
         if not self._warned:
             self._warned = True
             if (short := shortage(repository, self._policy, nbytes)) is not None:
@@ -340,6 +343,9 @@ class PrimaryTier:
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
         """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
         self._look_back()
+        if self._parity is not None:
+            with suppress(StorageError, AbandonedError):  # the next one makes up for it
+                self.repository.copy_manifests()
         if self.keeps_all:
             return
         assert self._lease is not None

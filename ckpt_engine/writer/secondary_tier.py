@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from ckpt_engine.copy.add_parity import add_parity, more_bytes
 from ckpt_engine.copy.codec_selector import AUTO, CodecSelector, EncodeStats
 from ckpt_engine.copy.encoded_copy import encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
@@ -162,6 +163,10 @@ class SecondaryTier:
             CopySourceError: no nearer tier can be read now.
         """
         more = self._copy_newest()
+        if self.config.parity is not None and self._held is not None:
+            repository, lease = self._held
+            repository.copy_manifests()
+            add_parity(repository, self.config.parity, lease.check, self._scratch(), self.copies.progress.moved)
         if not self._swept and self._held is not None:
             self._swept = True
             with where_permitted(self._held[0], self._report.warn):
@@ -409,6 +414,7 @@ class SecondaryTier:
         nbytes = sum(file.nbytes for file in manifest.files if file.name not in here) + len(text)
         if manifest.info.partial is not None:  # shares are equal, and what others have there is not known
             nbytes = nbytes * manifest.info.partial.size // len(manifest.info.partial.ranks)
+        nbytes += more_bytes(self.config.parity, nbytes)
         return nbytes if self.encoding.is_plain else max(nbytes, plan(manifest, repository).most_bytes(text))
 
     def _prune(self, repository: Repository, lease: Lease, newest: str) -> None:

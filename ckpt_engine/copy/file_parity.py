@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 256 << 10
 """What a stripe has of each range; the last stripe may have less."""
 DIGEST_BYTES = 16
-ReadInto = Callable[[int, memoryview], object]
+FillRange = Callable[[int, memoryview], object]
 """Fills memory with the bytes of a data file from a position on; an error of this project says that they are lost."""
 
 
@@ -70,7 +70,7 @@ class FileParity:
             at = self._stripe_at(start)
             out[at : at + len(stripe)] = stripe
 
-    def mend(self, read: ReadInto, start: int = 0, out: memoryview | None = None) -> bool:
+    def mend(self, read: FillRange, start: int = 0, out: memoryview | None = None) -> bool:
         """Make bytes of the data file from what is left of it and from its parity.
 
         Args:
@@ -124,7 +124,7 @@ class FileParity:
         """Where a stripe is in the object: of each part a row of digests and a block."""
         return self.name.parity * (start + start // BLOCK_BYTES * self._row_bytes)
 
-    def _blocks(self, read: ReadInto, start: int) -> list[memoryview]:
+    def _blocks(self, read: FillRange, start: int) -> list[memoryview]:
         """The blocks of a stripe, with zeros for what is lost and behind the end of the file."""
         blocks = [memoryview(bytearray(self._block_bytes(start))) for _ in range(self.name.data)]
         for place, block in zip(self._places(start), blocks, strict=True):

@@ -493,8 +493,8 @@ def measure(repository: Repository) -> Usage:
     listed = list(repository.storage.list(""))
     repository.learn(listed)
     for item in listed:
-        file = names.data_file_of(item.name)
-        if names.data_owner(file):
+        if names.owner_of(item.name):
+            file = names.data_file_of(item.name)
             data[file] = data.get(file, 0) + item.nbytes
         elif parsed := names.manifest_id(item.name):
             manifests[parsed.id] = item.nbytes

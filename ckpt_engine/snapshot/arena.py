@@ -308,7 +308,7 @@ class Slots:
         if self._warm_up is not None and any(slot.nbytes < nbytes for slot in self._warm_up.left()):
             self._warm_up.stop()
             self._settle_warm_up()
-        self._close([slot for slot in self._free() if slot.nbytes < nbytes])
+        self._close([slot for slot in self._slots.values() if not slot.users and slot.nbytes < nbytes])
 
     def _settle_warm_up(self) -> None:
         """Take note of a warm-up that has ended, or has nothing more to do; what it has not made ready goes."""

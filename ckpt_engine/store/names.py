@@ -64,7 +64,9 @@ _PART = re.compile(rf"parts/({_ID.pattern})-r([0-9]{{5,}})\.json")
 _WANTED = re.compile(rf"parts/({_ID.pattern})-wanted\.json")
 _ROWS = re.compile(r"replay/[0-9]{13}-[0-9a-f]{8}-r([0-9]{5,})\.rows")
 _DATA = re.compile(rf"data/({_ID.pattern})-r([0-9]{{5,}})(-p[0-9]{{3,}})?\.safetensors")
-_PARITY = re.compile(rf"({_DATA.pattern})\.parity-([1-9]|1[0-9]|2[0-4])-([1-8])-([1-9][0-9]*)")
+_OF_PARITY = r"\.parity-([1-9]|1[0-9]|2[0-4])-([1-8])-([1-9][0-9]*)"
+_PARITY = re.compile(rf"({_DATA.pattern}){_OF_PARITY}")
+_OWNED = re.compile(rf"{_DATA.pattern}({_OF_PARITY})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,12 @@ def data_file_of(name: str) -> str:
 def data_owner(name: str) -> ParsedId | None:
     """The snapshot that wrote the data file of this object name, or None if it is not a data file's name."""
     return _owner(_DATA.fullmatch(name))
+
+
+@lru_cache(_REMEMBERED)
+def owner_of(name: str) -> ParsedId | None:
+    """As `data_owner`, and of the name of a parity object the snapshot that wrote the data file."""
+    return _owner(_OWNED.fullmatch(name))
 
 
 def data_rank(name: str) -> int | None:

@@ -341,19 +341,6 @@ class Repository:
         self.storage.put(name, [memoryview(text)])
         self.remember(manifest)
 
-    def copy_manifests(self) -> None:
-        """Store each manifest a second time that is stored once. Needs the lease.
-
-        Raises:
-            StorageError: some have only one object still; calling again continues.
-        """
-        for parsed in self.ids():
-            if parsed.id not in self.copied:
-                with suppress(FormatError, StorageMissingError):  # `ckpt verify` names it
-                    text = self.read_text(parsed.id)[1]
-                    self.storage.put(names.copy_name(parsed.id), [memoryview(text)], exclusive=False)
-                    self.copied.add(parsed.id)
-
     def still_has(self, snapshots: Collection[str], files: Sequence[DataFile]) -> bool:
         """Whether snapshots are there with these data files, which stay as long as nothing is forgotten.
 
@@ -380,7 +367,7 @@ class Repository:
 
     def data(self, in_flight: Container[str] = ()) -> Data:
         """The data files that are there and their parity, except those of the snapshots `in_flight`."""
-        found = [(item, names.data_owner(names.data_file_of(item.name))) for item in self.storage.list(names.DATA)]
+        found = [(item, names.owner_of(item.name)) for item in self.storage.list(names.DATA)]
         return [(item, owner) for item, owner in found if owner and owner.id not in in_flight]
 
     def unreferenced(self, in_flight: Container[str] = (), data: Data | None = None) -> Garbage:
@@ -403,7 +390,9 @@ class Repository:
         self._forgotten &= {owner.id for _, owner in found}
         listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self.alive]
         own = {name for snapshot in self.alive for name in self._files.get(snapshot, ())}
-        loose = [(item, owner) for item, owner in found if names.data_file_of(item.name) not in own]
+        loose = [
+            (item, owner) for item, owner in found if item.name not in own and names.data_file_of(item.name) not in own
+        ]
         if not loose:
             return Garbage((), (), ())
         needed, damaged = self._references(listed)
@@ -412,10 +401,10 @@ class Repository:
         unneeded = [
             (item, owner.seq > blocked_up_to)
             for item, owner in loose
-            if names.data_file_of(item.name) not in needed and owner.id not in needed_by_damaged
+            if owner.id not in needed_by_damaged and needed.isdisjoint({item.name, names.data_file_of(item.name)})
         ]
         free = tuple(item for item, proven in unneeded if proven)
-        owners = frozenset(owner.id for item in free if (owner := names.data_owner(names.data_file_of(item.name))))
+        owners = frozenset(owner.id for item in free if (owner := names.owner_of(item.name)))
         owners -= self.alive | self._forgotten
         if free:
             self._require_gone(owners | set(self._unlisted).difference(self.alive))
@@ -506,9 +495,11 @@ class Repository:
     def _manifests(self) -> Sequence[tuple[names.ParsedId, ObjectInfo]]:
         """All manifests, oldest first: one listing, no reads."""
         listed = list(self.storage.list(names.MANIFESTS))
-        copies = {parsed: item for item in listed if (parsed := names.copy_id(item.name))}
-        self.copied = {parsed.id for parsed in copies}
-        found = copies | {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
+        found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
+        if len(found) < len(listed):
+            copies = {parsed: item for item in listed if (parsed := names.copy_id(item.name))}
+            self.copied = {parsed.id for parsed in copies}
+            found = copies | found
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt_engine.config import Tier
-from ckpt_engine.copy.add_parity import add_parity, parts_of
+from ckpt_engine.copy.add_parity import add_parity, copy_manifests, parts_of
 from ckpt_engine.copy.make_room import catalogue
 from ckpt_engine.copy.transfer import (
     Copied,
@@ -111,7 +111,7 @@ def copy_run(
         catalogue(far)
         parts = next(filter(None, map(parts_of, run.places)), None)
         if parts is not None:
-            far.copy_manifests()
+            copy_manifests(far)
             add_parity(far, parts, lease.check)
     return done
 

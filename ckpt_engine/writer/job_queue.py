@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 RESCUE_SECONDS = 30.0
 """How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
 _AGAIN_SECONDS = 2.0
+_IDLE_SECONDS = 60.0
 _SEAL_SECONDS = 600.0
 
 
@@ -314,7 +315,8 @@ class JobQueue(threading.Thread):
     def _next(self) -> _QueueItem | None:
         """The next turn, its order numbered; None: no more will come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._todo or self._finishing)
+            while not self._todo and not self._finishing:
+                self._changed.wait(_IDLE_SECONDS)
             if not self._todo:
                 return None
             turn = self._todo.popleft()

@@ -44,13 +44,12 @@ def mend_damage(
             emit(Notice("WARNING", f"{what} is not mended: {err.message}"))
 
 
-def complete_parity(
-    config: WriterConfig, parts: tuple[int, int], check_lease: Callable[[], object], emit: Callable[[Event], object]
-) -> None:
+def complete_parity(config: WriterConfig, check_lease: Callable[[], object], emit: Callable[[Event], object]) -> None:
     """Make the parity that data files of the nearest tier lack. `check_lease` and `emit` are as of `mend_damage`."""
+    assert config.parity is not None
     place = Repository(open_storage(config.url, config.storage_options))
     try:
-        add_parity(place, parts, check_lease)
+        add_parity(place, config.parity, check_lease)
     except CkptError as err:
         emit(
             Notice("WARNING", f"some data files at {units.place(place.storage.url)} have no parity yet: {err.message}")

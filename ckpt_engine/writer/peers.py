@@ -33,6 +33,7 @@ from ckpt_engine.writer.parity import ParitySets, chunk
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, PeerShare, Server, connect
 
 _REMEMBERED = 16
+_IDLE_SECONDS = 60.0
 _END_SECONDS = 1.0
 
 
@@ -250,7 +251,8 @@ class Peers:
 
     def _take(self) -> StagedJob | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None or self._closed.is_set())
+            while self._next is None and not self._closed.is_set():
+                self._changed.wait(_IDLE_SECONDS)
             order, self._next = self._next, None
             return order
 

@@ -26,14 +26,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
     StorageStalledError,
 )
-from ckpt_engine.observe.events import (
-    GONE,
-    Notice,
-    SnapshotCommitted,
-    SnapshotFailed,
-    SnapshotFound,
-    TierDegraded,
-)
+from ckpt_engine.observe.events import GONE, Notice, SnapshotCommitted, SnapshotFailed, SnapshotFound, TierDegraded
 from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
@@ -102,7 +95,7 @@ class Persister:
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
         self._attempts: AttemptRecord | None = None
-        self._parts = config.parity if config.ranks.leads else None
+        self._has_parity = config.parity is not None and config.ranks.leads
         self._parity: Sequence[Future[None]] = ()
         """The thread that makes it, if there has been one."""
 
@@ -222,23 +215,14 @@ class Persister:
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
         aside = GuardedReader(Repository(storage), reads, self._lane.progress)
         return PrimaryTier(
-            self._config,
-            repository,
-            lease,
-            again,
-            policy,
-            aside,
-            self._report.emit,
-            self._gone,
-            in_flight,
-            self._alone,
+            self._config, repository, lease, again, policy, aside, self._report.emit, self._gone, in_flight, self._alone
         )
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
         if self._held_back is not None:
             self._prune(self._held_back)
-        if self._opened and self.ending != GONE:  # else the next attempt must not wait for it
+        if self._has_parity and self._opened and self.ending != GONE:  # else the next attempt must not wait for it
             self._add_parity(self._config.end_wait_seconds)
             wait(self._parity, self._config.end_wait_seconds)
         if self._opened and not self._lane.last(self._release):
@@ -291,7 +275,8 @@ class Persister:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
             self._primary_failed(err)
-        self._add_parity()
+        if self._has_parity:
+            self._add_parity()
 
     def _begin_secondary(self) -> None:
         try:
@@ -415,17 +400,15 @@ class Persister:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
-        if damaged and (self._secondary is not None or self._parts is not None):
+        if damaged and (self._secondary is not None or self._has_parity):
             work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._report.emit)
             ask_apart(work, "ckpt-mend")
 
     def _add_parity(self, wait_seconds: float = 0.0) -> None:
         """Begin to make the parity that data files lack; if that is under way still after so long, it goes on alone."""
-        if self._parts is None:
-            return
         wait(self._parity, wait_seconds)
         if all(one.done() for one in self._parity):
-            work = partial(complete_parity, self._config, self._parts, self._primary.check_lease, self._report.emit)
+            work = partial(complete_parity, self._config, self._primary.check_lease, self._report.emit)
             self._parity = [ask_apart(work, "ckpt-parity")]
 
     def _committed(self, snapshot: str) -> None:
@@ -433,7 +416,8 @@ class Persister:
         if self._secondary is not None:
             self._secondary.committed(snapshot)
         self._prune(snapshot)
-        self._add_parity()
+        if self._has_parity:
+            self._add_parity()
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
         """Write the snapshot to the nearest tier, or to the next one that works; whether it was the nearest.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_engine.copy.add_parity import more_bytes
+from ckpt_engine.copy.add_parity import copy_manifests, more_bytes
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage, where_permitted
@@ -291,7 +291,8 @@ class PrimaryTier:
         repository, nbytes = self.repository, contents.new_bytes
         if self._finish.is_shared:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._config.ranks.members)
-        nbytes += more_bytes(self._parity, nbytes)
+        if self._parity is not None:
+            nbytes += more_bytes(self._parity, nbytes)
         if not self._warned:
             self._warned = True
             if (short := shortage(repository, self._policy, nbytes)) is not None:
@@ -345,7 +346,7 @@ class PrimaryTier:
         self._look_back()
         if self._parity is not None:
             with suppress(StorageError, AbandonedError):  # the next one makes up for it
-                self.repository.copy_manifests()
+                copy_manifests(self.repository)
         if self.keeps_all:
             return
         assert self._lease is not None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt_engine.copy.add_parity import add_parity, more_bytes
+from ckpt_engine.copy.add_parity import add_parity, copy_manifests, more_bytes
 from ckpt_engine.copy.codec_selector import AUTO, CodecSelector, EncodeStats
 from ckpt_engine.copy.encoded_copy import encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
@@ -165,7 +165,7 @@ class SecondaryTier:
         more = self._copy_newest()
         if self.config.parity is not None and self._held is not None:
             repository, lease = self._held
-            repository.copy_manifests()
+            copy_manifests(repository)
             add_parity(repository, self.config.parity, lease.check, self._scratch(), self.copies.progress.moved)
         if not self._swept and self._held is not None:
             self._swept = True

@@ -42,6 +42,7 @@ from ckpt_engine.config.option_types import (
     parse_duration_seconds,
     parse_wait_seconds,
     refuse,
+    without_variables,
 )
 from ckpt_engine.config.reporting import EventCalls, Log, Status
 from ckpt_engine.config.sections import Keep, KeepRules, Preemption, Protect, ResumeChanges, Rollback, Seal, Section
@@ -64,28 +65,13 @@ _ALMOST_URL = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(s3a?|gc?s|az|abfss?|hdfs|hf|file)(?::/*|//)", re.IGNORECASE
 )
 """Else a bucket would silently be a folder of this machine, which is lost with it."""
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
-"""What `os.path.expandvars` replaces."""
 _MAY_BE_SECRET = frozenset("@?#")
 """Before the first may be a login, after the others a signature."""
 
 
-def _without_variables(text: str) -> str:
-    """The text with `$NAME` and `${NAME}` replaced by what the environment says.
-
-    Raises:
-        ValueError: a variable is not set, or empty: what is left would be another place.
-    """
-    for found in _VARIABLE.finditer(text):
-        name = found[1] or found[2]
-        if not os.environ.get(name):
-            raise ValueError(f"the environment variable {name} is not set: set it, or write the place itself")
-    return os.path.expandvars(text)
-
-
 def _location(value: object) -> str:
     """A storage URL, `memory`, or the absolute path of a folder, with variables of the environment and `~` replaced."""
-    text = _without_variables(nonempty_text(value))
+    text = without_variables(nonempty_text(value))
     scheme = _SCHEME.match(text)
     if text == MEMORY:
         return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
+"""What `os.path.expandvars` replaces."""
 _NUMBER = r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 _TERM = re.compile(rf"\s*({_NUMBER})\s*([A-Za-zµ]*)")
 SECONDS_PER_UNIT: Mapping[str, float] = {
@@ -426,3 +429,16 @@ Patterns = Annotated[
     checked(_patterns),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
 ]
+
+
+def without_variables(text: str) -> str:
+    """The text with `$NAME` and `${NAME}` replaced by what the environment says.
+
+    Raises:
+        ValueError: a variable is not set, or empty: what is left would be another place.
+    """
+    for found in _VARIABLE.finditer(text):
+        name = found[1] or found[2]
+        if not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} is not set: set it, or write the place itself")
+    return os.path.expandvars(text)

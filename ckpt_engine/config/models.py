@@ -385,12 +385,10 @@ class Config(Section):
     @field_validator("tiers", mode="after")
     @classmethod
     def _tiers_fit_together(cls, listed: tuple[Tier, ...], info: ValidationInfo) -> Tiers:
-        general = {name: info.data[name] for name in ("protect", "seal") if info.data.get(name) is not None}
+        own = {name: info.data[name] for name in ("protect", "seal") if info.data.get(name) is not None}
         listed = tuple(
-            tier.model_copy(update={name: given for name, given in general.items() if getattr(tier, name) is None})
-            if tier.url != MEMORY
-            else tier
-            for tier in listed
+            one.model_copy(update={name: own[name] for name in own if one.url != MEMORY and not getattr(one, name)})
+            for one in listed
         )
         if any(tier.url == MEMORY for tier in listed[1:]):
             raise option_error("the memory tier is the nearest one: it comes first, and once")

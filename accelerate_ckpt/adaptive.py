@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -34,6 +33,7 @@ from ckpt_engine.adapter import (
     ResumeError,
     Surroundings,
     Tracker,
+    on_failure,
 )
 
 FILES = "hook_files"
@@ -68,7 +68,7 @@ class AcceleratedLoop(Tracker):
         for source in sources.values():
             # With `use_stateful_dataloader`, `prepare` has made an iterator already, in which no position was recorded.
             source.reset()
-        try:
+        with on_failure(engine.close):
             super().__init__(
                 engine,
                 parts,
@@ -77,33 +77,46 @@ class AcceleratedLoop(Tracker):
                 trainer="accelerate",
                 folder=Path(accelerator.project_dir or "."),
             )
-        except BaseException:
-            engine.close()
-            raise
         self.continue_curves(internals.curves)
-        internals.after_init_trackers(partial(self.continue_curves, internals.curves))
-        internals.before_end_training(self.close)
-        internals.instead_of_skipping(self._goes_on)
+        internals.around(accelerator, "init_trackers", self._init_trackers)
+        internals.around(accelerator, "end_training", self._end_accelerated)
+        internals.around(accelerator, "skip_first_batches", self._skip_first_batches)
         if engine.config.log.loggers != "off":
-            internals.log_too(self.numbers)
+            internals.around(accelerator, "log", self._log_too)
         self._before_step = register_optimizer_step_pre_hook(self._before_first_step)
         self._handle = accelerator.register_load_state_pre_hook(lambda *_: self.abandon_resume())
 
     def release(self) -> None:
         """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""
         super().release()
-        self._internals.unwrap()
+        self._internals.undo()
         self._before_step.remove()
         self._handle.remove()
 
-    def _goes_on(self, loader: Any, batches: int) -> bool:
+    def _init_trackers(self, original: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        """Runs where the accelerator makes its trackers."""
+        original(*arguments, **more)
+        self.continue_curves(self._internals.curves)
+
+    def _end_accelerated(self, original: Callable[[], None]) -> None:
+        """Runs where the accelerator ends training."""
+        try:
+            self.close()
+        finally:
+            original()
+
+    def _skip_first_batches(self, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
         """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""
-        feed = next((one for one in self._feeds if self._sources[one.name].outer is loader), None)
+        feed = next((one for one in self._feeds if self._sources[one.name].outer is dataloader), None)
         if feed is None or not self._awaits(feed):
-            return False
-        said = f"skip_first_batches(loader, {batches}) skips nothing: the loader goes on after {feed.delivered} batches"
-        self._resume.note(said)
-        return True
+            return original(dataloader, num_batches)
+        skips = f"skip_first_batches(loader, {num_batches}) skips nothing"
+        self._resume.note(f"{skips}: the loader goes on after {feed.delivered} batches")
+        return dataloader
+
+    def _log_too(self, original: Callable[..., None], values: Mapping[str, Any], *arguments: Any, **more: Any) -> None:
+        """Runs where the accelerator logs: our numbers come with its own, for the same step."""
+        original({**self.numbers(), **values}, *arguments, **more)
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""

@@ -1,14 +1,14 @@
 """All access to undocumented names of Accelerate, each listed with its reason.
 
-Nothing else in this package touches an attribute of Accelerate that starts with an underscore, or replaces a method of
-an Accelerate object. When an upstream release renames something, `AcceleratorInternals.probe` says which feature needs
-it.
+Nothing else in this package touches an attribute of Accelerate that starts with an underscore. When an upstream release
+renames something, `AcceleratorInternals.probe` says which feature needs it. It also remembers which documented methods
+are replaced, and puts them back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -55,15 +55,14 @@ ACCELERATE_NAMES: tuple[PrivateName, ...] = (
 
 
 @dataclass(eq=False)
-class AcceleratorInternals:
-    """Typed, narrow access to the insides of one accelerator.
+class AcceleratorInternals(Replaced):
+    """Typed, narrow access to the insides of one accelerator; `undo` puts its methods back.
 
     Args:
         _accelerator: whose objects are reached.
     """
 
     _accelerator: Any
-    _replaced: Replaced = field(default_factory=Replaced)
 
     # ---- probing
 
@@ -122,15 +121,6 @@ class AcceleratorInternals:
         writers = [one.writer for one in self._accelerator.trackers if type(one) is TensorBoardTracker]
         return [WriterCurve("tensorboard", one, one.log_dir) for one in writers if is_known(one)]
 
-    def after_init_trackers(self, call: Callable[[], None]) -> None:
-        """`call()` runs after `accelerator.init_trackers()`; undone by `unwrap`."""
-
-        def init_trackers(original: Any, *arguments: Any, **more: Any) -> None:
-            original(*arguments, **more)
-            call()
-
-        self._replaced.around(self._accelerator, "init_trackers", init_trackers)
-
     # ---- counters
 
     @property
@@ -141,39 +131,6 @@ class AcceleratorInternals:
     @step.setter
     def step(self, value: int) -> None:
         self._accelerator.step = value
-
-    # ---- wrapping
-
-    def before_end_training(self, call: Callable[[], None]) -> None:
-        """`call()` runs before `accelerator.end_training()`; undone by `unwrap`."""
-
-        def end_training(original: Any) -> None:
-            try:
-                call()
-            finally:
-                original()
-
-        self._replaced.around(self._accelerator, "end_training", end_training)
-
-    def instead_of_skipping(self, goes_on: Callable[[Any, int], bool]) -> None:
-        """`accelerator.skip_first_batches(loader, n)` returns the loader itself where `goes_on(loader, n)`."""
-
-        def skip_first_batches(original: Any, dataloader: Any, num_batches: int = 0) -> Any:
-            return dataloader if goes_on(dataloader, num_batches) else original(dataloader, num_batches)
-
-        self._replaced.around(self._accelerator, "skip_first_batches", skip_first_batches)
-
-    def log_too(self, numbers: Callable[[], Mapping[str, float]]) -> None:
-        """`accelerator.log(values)` logs `numbers()` with them, for the same step; undone by `unwrap`."""
-
-        def log(original: Any, values: Mapping[str, Any], *arguments: Any, **more: Any) -> None:
-            original({**numbers(), **values}, *arguments, **more)
-
-        self._replaced.around(self._accelerator, "log", log)
-
-    def unwrap(self) -> None:
-        """Put the methods back."""
-        self._replaced.undo()
 
 
 def is_known(writer: Any) -> bool:

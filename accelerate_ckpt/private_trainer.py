@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -75,18 +76,19 @@ def trainer_above() -> Trainer | None:
     return next((owner for owner in owners if isinstance(owner, Trainer)), None)
 
 
-class TrainerInternals:
+@dataclass(eq=False)
+class TrainerInternals(Replaced):
     """Typed, narrow access to the insides of one trainer.
 
     Args:
         trainer: whose insides are reached.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer: Any = trainer
-        self._replaced, self._first_step, self._skipping = Replaced(), Replaced(), Replaced()
-        self._shown: torch.Tensor | None = None
-        self._variables: dict[str, str] = {}
+    trainer: Any
+    _first_step: Replaced = field(default_factory=Replaced)
+    _skipping: Replaced = field(default_factory=Replaced)
+    _shown: torch.Tensor | None = None
+    _variables: dict[str, str] = field(default_factory=dict)
 
     def owners(self) -> dict[str, Any]:
         """The objects that `PrivateName.owner` refers to."""
@@ -120,7 +122,7 @@ class TrainerInternals:
 
     def keep_weights(self) -> None:
         """The folder that the trainer resumes from has no weights; they come from the snapshot. Undone by `unwrap`."""
-        self._replaced.replace(self.trainer, "_load_from_checkpoint", lambda *_, **__: None)
+        self.replace(self.trainer, "_load_from_checkpoint", lambda *_, **__: None)
 
     def count_from(self, epoch: int, batches: int) -> None:
         """Training goes on in this pass over the data after so many of its batches. Undone by `unwrap`.
@@ -136,7 +138,7 @@ class TrainerInternals:
             original(*arguments, **more)
             return epoch, batches
 
-        self._replaced.around(self.trainer, _COUNTS, init_training_state)
+        self.around(self.trainer, _COUNTS, init_training_state)
 
     def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
         """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
@@ -155,7 +157,7 @@ class TrainerInternals:
         """Leave the trainer and its module as they were found."""
         self.unskip()
         self._first_step.undo()
-        self._replaced.undo()
+        self.undo()
 
     def recount_with(self, recount: Callable[[Any, int], int]) -> None:
         """`recount(loader, steps_of_an_epoch)` runs before the trainer reads where it resumes. Undone by `unwrap`.
@@ -171,17 +173,7 @@ class TrainerInternals:
                 epochs = -(-(args.max_steps + shift) // steps)
             return epochs, steps, *others
 
-        self._replaced.around(self.trainer, "set_initial_training_values", set_initial_training_values)
-
-    def follow_evaluations(self, after: Callable[[str, Any], None]) -> None:
-        """`after(name, loader)` gets every loader that is made or kept for an evaluation. Undone by `unwrap`."""
-
-        def get_eval_dataloader(original: Any, eval_dataset: Any = None) -> Any:
-            loader = original(eval_dataset)
-            after(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
-            return loader
-
-        self._replaced.around(self.trainer, "get_eval_dataloader", get_eval_dataloader)
+        self.around(self.trainer, "set_initial_training_values", set_initial_training_values)
 
     # ---- counters
 
@@ -225,7 +217,7 @@ class TrainerInternals:
             self._shown = tr_loss.detach().clone()  # it was emptied if it was logged
             return result
 
-        self._replaced.around(self.trainer, "_maybe_log_save_evaluate", maybe_log)
+        self.around(self.trainer, "_maybe_log_save_evaluate", maybe_log)
 
     @property
     def ended(self) -> bool:

@@ -214,7 +214,7 @@ class TrainerEvents(TrainerCallback):
             begins_at=state.global_step if unasked else None,
         )
         self._evaluations.clear()
-        internals.follow_evaluations(self._follow_evaluation)
+        internals.around(internals.trainer, "get_eval_dataloader", self._get_eval_dataloader)
         foreign = self._imported or (unasked and state.global_step > 0)  # a checkpoint of transformers' own continues
         self._unchecked = resumed and not self._imported
         self._begun, self._saved_epoch = tracker.epoch, _saved_epoch(engine, int(getattr(source.outer, source.counter)))
@@ -317,13 +317,15 @@ class TrainerEvents(TrainerCallback):
         except CkptError as err:
             _log.error("while handling %s: %s", type(error).__name__, err)
 
-    def _follow_evaluation(self, name: str, loader: Any) -> None:
+    def _get_eval_dataloader(self, original: Callable[[Any], Any], eval_dataset: Any = None) -> Any:
         """A loader that the trainer keeps for the next evaluation, because its workers stay, has a position."""
+        loader = original(eval_dataset)
         source = source_of(loader)
-        if self.tracker is None or not source.base.persistent_workers or self._evaluations.get(name) is loader:
-            return
-        self._evaluations[name] = loader
-        self.tracker.follow(f"evaluation {name}", source)
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        if self.tracker is not None and source.base.persistent_workers and self._evaluations.get(name) is not loader:
+            self._evaluations[name] = loader
+            self.tracker.follow(f"evaluation {name}", source)
+        return loader
 
     def _recount(self, state: Mapping[str, Any], at: tuple[int, int], loader: Any, steps: int) -> int:
         """transformers computes epoch and batch from a number of steps: that of the loader as it is now.

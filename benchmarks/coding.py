@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ckpt_engine.store.codecs.adam import AdamCodec
 from ckpt_engine.store.codecs.codec import Chunk, get_codec
 from ckpt_engine.store.codecs.numbers import fold_difference
-from ckpt_engine.store.codecs.planes import PlaneEncoder, PlanesHeader, base_digest, scratch, words_in
+from ckpt_engine.store.codecs.planes import PlaneEncoder, PlanesHeader, base_digest, words_in
 
 PIECE_BYTES = 16 << 20
 
@@ -87,7 +87,7 @@ class PlanesOnly(Ours):
         new, old = words_in(piece.data, width), words_in(piece.base, width)
         header = PlanesHeader(b"CKD1", width, False, piece.data.nbytes, base_digest(piece.base))
         return PlaneEncoder(header).encode(
-            lambda start, stop: fold_difference(new[start:stop], old[start:stop], scratch()), piece.data[new.nbytes :]
+            lambda start, stop: fold_difference(new[start:stop], old[start:stop]), piece.data[new.nbytes :]
         )
 
 

@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     from ckpt_engine.observe.curves import WriterCurve as WriterCurve
     from ckpt_engine.observe.resume_report import NotRestored as NotRestored
     from ckpt_engine.observe.resume_report import Restored as Restored
+    from ckpt_engine.observe.run_times import hook_time as hook_time
     from ckpt_engine.ranks.process_group import ProcessGroupRanks as ProcessGroupRanks
     from ckpt_engine.state.flatten import problems as problems
     from ckpt_engine.state.sharding import parts_of as parts_of
     from ckpt_engine.store.manifest import Manifest as Manifest
+    from ckpt_engine.undo import on_failure as on_failure
     from ckpt_engine.whose_code import of_framework as of_framework
 
 _HOMES = {
@@ -79,8 +81,10 @@ _HOMES = {
     "Variables": "ckpt_engine.audit.attributes",
     "WriterCurve": "ckpt_engine.observe.curves",
     "attach": "ckpt_engine.data.position",
+    "hook_time": "ckpt_engine.observe.run_times",
     "load_config": "ckpt_engine.config",
     "of_framework": "ckpt_engine.whose_code",
+    "on_failure": "ckpt_engine.undo",
     "parts_of": "ckpt_engine.state.sharding",
     "problems": "ckpt_engine.state.flatten",
     "require_names": "ckpt_engine.data.private_names:require",
@@ -119,8 +123,10 @@ __all__ = [
     "Variables",
     "WriterCurve",
     "attach",
+    "hook_time",
     "load_config",
     "of_framework",
+    "on_failure",
     "parts_of",
     "problems",
     "require_names",

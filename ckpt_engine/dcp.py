@@ -26,7 +26,7 @@ from torch.futures import Future
 from ckpt_engine.copy.job import KeySkeleton
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError
 from ckpt_engine.grouping import grouped
-from ckpt_engine.interop.dcp_container import Block, Container, DcpArray, DcpItem, host
+from ckpt_engine.interop.dcp_container import Block, Container, DcpArray, DcpItem, host, put_at
 from ckpt_engine.interop.dcp_reader import CkptReader, NamedByStep, Root, Save, config_of, parsed_of, step_of
 from ckpt_engine.ranks.boxes import Grid, tiles
 from ckpt_engine.snapshot.save_request import software
@@ -124,17 +124,21 @@ class CkptWriter(NamedByStep, StorageWriter):
         task = _fresh(plan.storage_data)
         paths = plan.planner_data or {}
         flattener = Flattener(self._config.pickle)
-        arrays: list[DcpArray] = []
-        values: dict[str, Any] = {}
+        made: list[tuple[WriteItem, Any, list[DcpArray]]] = []
         for item in plan.items:
             path = paths.get(item.index.fqn, (item.index.fqn,))
+            data = planner.resolve_data(item)
             if item.type is WriteItemType.BYTE_IO:
-                node, found = _value(planner.resolve_data(item), path, flattener)
-                values[item.index.fqn] = node
-                arrays += found
+                made.append((item, *_value(data, path, flattener)))
             else:
-                arrays.append(_array(item, planner.resolve_data(item), path))
-        results = self._write(task, plan, paths, arrays, values)
+                array = _array(item, data, path)
+                made.append((item, {"$": "tensor", "entry": array.name}, [array]))
+        file, blocks = self._write(task, [one for _, _, arrays in made for one in arrays])
+        results = []
+        for item, node, arrays in made:
+            mine = tuple(blocks[one.name, one.offsets] for one in arrays)
+            nbytes = sum(block.entry.nbytes for block in mine)
+            results.append(WriteResult(item.index, nbytes, DcpItem(mine, node, file if mine else None)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -156,29 +160,16 @@ class CkptWriter(NamedByStep, StorageWriter):
             self._end()
 
     def _write(
-        self, task: _Task, plan: SavePlan, paths: dict[str, TreePath], arrays: list[DcpArray], values: dict[str, Any]
-    ) -> list[WriteResult]:
-        file: DataFile | None = None
-        blocks: dict[str, list[Block]] = {}
-        if arrays:
-            container = Container(arrays)
-            blocks = grouped((block.name, block) for block in container.blocks())
-            file = DataFile(names.data_name(task.snapshot, task.rank), container.nbytes)
-            self._storage().put(file.name, container.contents())
-        results = []
-        for item in plan.items:
-            name = item.index.fqn
-            if name in values:
-                node = values[name]
-                mine = [block for entry in KeySkeleton(node).entries for block in blocks[entry]]
-            else:
-                assert item.tensor_data is not None
-                wanted, entry = tuple(item.tensor_data.chunk.offsets), entry_name(paths.get(name, (name,)))
-                node = {"$": "tensor", "entry": entry}
-                mine = [block for block in blocks[entry] if block.box.offsets == wanted]
-            nbytes = sum(block.entry.nbytes for block in mine)
-            results.append(WriteResult(item.index, nbytes, DcpItem(tuple(mine), node, file if mine else None)))
-        return results
+        self, task: _Task, arrays: list[DcpArray]
+    ) -> tuple[DataFile | None, dict[tuple[str, tuple[int, ...]], Block]]:
+        """The file that this rank has made durable, and its blocks by the names and offsets of the arrays."""
+        if not arrays:
+            return None, {}
+        container = Container(arrays)
+        file = DataFile(names.data_name(task.snapshot, task.rank), container.nbytes)
+        blocks = {(block.name, block.box.offsets): block for block in container.blocks()}
+        self._storage().put(file.name, container.contents())
+        return file, blocks
 
     def _storage(self) -> Storage:
         tier = self._config.tiers[0]
@@ -251,7 +242,7 @@ def manifest_of(
     for name, node in nodes.items():
         if isinstance(node, dict) and node.get("$") == "tensor" and (grid := made[node["entry"]][1]) is not None:
             node = {**node, "$": "sharded", "blocks": grid}
-        _put(tree, paths.get(name, (name,)), node)
+        put_at(tree, paths.get(name, (name,)), node, _Inner)
     whole = {key: _plain(node) for key, node in tree.items()}
     sizes = {name: entry.nbytes for name, entry in entries.items()}
     parsed = parsed_of(snapshot)
@@ -284,12 +275,6 @@ def _entry(name: str, found: Iterable[tuple[Block, str]], files: Mapping[str, in
     pieces = tuple(replace(piece, file=files[file]) for block, file in ordered for piece in block.entry.pieces)
     grid = None if Grid(whole, boxes, ()).is_rows else [[list(box.offsets), list(box.shape)] for box in boxes]
     return replace(first.entry, shape=whole, pieces=pieces), grid
-
-
-def _put(root: dict[Any, Any], path: TreePath, node: Any) -> None:
-    for key in path[:-1]:
-        root = root.setdefault(key, _Inner())
-    root[path[-1]] = node
 
 
 class _Inner(dict[Any, Any]):

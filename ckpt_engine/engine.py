@@ -409,9 +409,8 @@ class Engine:
         if self._loss is None or (self._newest is not None and self._newest.has_raised):
             return None
         newest = "no snapshot is durable" if self._durable_step < 0 else f"step {self._durable_step:,} is the newest"
-        hints = [self._loss.hint, "`on_error: raise` stops training at the first failure"]
-        if self.config.on_error != "warn":
-            hints.append("`on_error: warn` ends without this error")
+        ends = "" if self.config.on_error == "warn" else "`on_error: warn` ends without this error"
+        hints = (self._loss.hint, "`on_error: raise` stops training at the first failure", ends)
         return SnapshotFailedError(
             f"step {self._newest_step:,} is lost, its state is durable nowhere, {newest}: {self._loss.message}",
             hint="; ".join(filter(None, hints)),

@@ -31,6 +31,16 @@ _log = logging.getLogger("lightning_ckpt")
 _NO_OPTIONS = ("self", "config", "unknown", "__class__")
 
 
+def _handed_to(event: str) -> Callable[..., None]:
+    """A hook that calls this method of the run, with what Lightning gives it besides the trainer and the model."""
+
+    def hook(self: AdaptiveCheckpoint, _trainer: pl.Trainer, _module: pl.LightningModule, *given: Any) -> None:
+        if self._run is not None:
+            getattr(self._run, event)(*given)
+
+    return hook
+
+
 class AdaptiveCheckpoint(Callback):
     """Exact, asynchronous snapshots of a Lightning run; `fit(..., ckpt_path="auto")` resumes from the newest one.
 
@@ -183,7 +193,7 @@ class AdaptiveCheckpoint(Callback):
             if stage != "fit":
                 engine, loaders = Engine(self.config), FitLoaders(internals, trainer)
                 around = FitResume(internals, trainer, pl_module, engine, loaders).resolve
-            internals.wrap_resume_start(around)
+            internals.wrap({"resume_start": around})
         else:
             self._require_own_folder(trainer)
             fitted, self._fitted = self._fitted, None
@@ -191,7 +201,7 @@ class AdaptiveCheckpoint(Callback):
             self._run = FitRun(trainer, pl_module, self.config, self)
             self._run.engine.follow_file(self._source, self._options)
             self._run.resume.loggers = loggers
-            self._run.resume.fresh.fitted = fitted
+            self._run.resume.fitted = fitted
             self._run.connect()
             allow_restart(trainer, self._run.engine)
 
@@ -229,22 +239,11 @@ class AdaptiveCheckpoint(Callback):
 
     # ---- fit
 
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._run is not None:
-            self._run.optimizers_made()
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._run is not None:
-            self._run.train_started()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._run is not None:
-            self._run.batch_ended(outputs)
+    on_fit_start = _handed_to("optimizers_made")
+    on_train_start = _handed_to("train_started")
+    on_train_batch_end = _handed_to("batch_ended")
+    on_validation_start = _handed_to("validation_started")
+    on_validation_end = _handed_to("validation_ended")
 
     @override
     def on_save_checkpoint(
@@ -254,16 +253,6 @@ class AdaptiveCheckpoint(Callback):
         from lightning_ckpt.run_state import MARK
 
         checkpoint[MARK] = TrainerResume.mark_of(self.config.root_url)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._run is not None:
-            self._run.validation_started()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._run is not None:
-            self._run.validation_ended()
 
 
 def _start_fresh(original: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:

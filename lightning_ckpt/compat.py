@@ -12,9 +12,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, ClassVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +27,7 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_set
 from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.adapter import CkptError, LiveModel, NotRestored, PrivateName, Replaced, require_names
-from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, twin_of
+from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, part, twin_of
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
@@ -93,6 +94,18 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("results", "_Sync", "running means of self.log"),
 )
 """Every private name in use; `tests/lightning/test_compat.py` has one test for each."""
+WRAPPED: Mapping[str, str] = {
+    "resume_start": "_checkpoint_connector",
+    "restore_training_state": "_checkpoint_connector",
+    "load_optimizer_state_dict": "strategy",
+    "process_dataloader": "strategy",
+    "convert_input": "precision_plugin",
+    "on_advance_start": "fit_loop",
+    "advance": "fit_loop.epoch_loop",
+    "reset": "fit_loop.epoch_loop",
+    "setup_data": "fit_loop.epoch_loop.val_loop",
+}
+"""The methods that a `fit` with snapshots runs something around, and which part of the trainer has each."""
 _LOOPS = ("lightning.pytorch.loops.", "pytorch_lightning.loops.")
 
 
@@ -124,17 +137,15 @@ def is_lightnings(what: Any) -> bool:
 
 
 @dataclass(eq=False)
-class LightningInternals(DataInternals):
+class LightningInternals(DataInternals, Replaced):
     """Typed, narrow access to the insides of one trainer.
 
     Args:
         _trainer: whose loops and connectors are reached.
 
-    Methods named `wrap_…` replace a method on the instance, never on the class; `unwrap` puts everything back.
+    What is replaced is a method on the instance, never on the class; `unwrap` puts everything back.
     """
 
-    replaced: Replaced = field(default_factory=Replaced)
-    """Undone by `unwrap`."""
     _undo_sigterm: Callable[[], None] = lambda: None
 
     # ---- probing
@@ -179,34 +190,24 @@ class LightningInternals(DataInternals):
 
     # ---- wrapping
 
-    def wrap_resume_start(self, around: Callable[..., None]) -> None:
-        """`around(original, checkpoint_path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
-        self.replaced.around(self._trainer._checkpoint_connector, "resume_start", around)
+    def wrap(self, around: Mapping[str, Callable[..., Any]]) -> None:
+        """Run functions in the place of methods; each gets as its first argument what was called there before.
 
-    def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """`before()` and `after()` run around the fit loop's `on_advance_start`, once per epoch."""
+        Args:
+            around: by the names of the methods, which `WRAPPED` has.
+        """
+        for name, do in around.items():
+            self.around(attrgetter(WRAPPED[name])(self._trainer), name, do)
 
-        def on_advance_start(original: Callable[[], None]) -> None:
-            before()
-            original()
-            after()
+    def restore_training(self, forgotten: Callable[[], dict[str, Any] | None], original: Callable[[], None]) -> None:
+        """For `restore_training_state`: what `forgotten()` gives is restored where Lightning has nothing.
 
-        self.replaced.around(self._trainer.fit_loop, "on_advance_start", on_advance_start)
-
-    def wrap_optimizer_restore(self, around: Callable[[Callable[[Any], None], Any], None]) -> None:
-        """`around(original, checkpoint)` runs instead of the strategy's `load_optimizer_state_dict`."""
-        self.replaced.around(self._trainer.strategy, "load_optimizer_state_dict", around)
-
-    def wrap_training_restore(self, forgotten: Callable[[], dict[str, Any] | None]) -> None:
-        """What `forgotten()` gives is restored where Lightning has nothing: a callback may load a file of its own."""
+        A callback may load a file of its own.
+        """
         connector = self._trainer._checkpoint_connector
-
-        def restore_training_state(original: Callable[[], None]) -> None:
-            if not connector._loaded_checkpoint:
-                connector._loaded_checkpoint = forgotten() or {}
-            original()
-
-        self.replaced.around(connector, "restore_training_state", restore_training_state)
+        if not connector._loaded_checkpoint:
+            connector._loaded_checkpoint = forgotten() or {}
+        original()
 
     @property
     def batch_sizes(self) -> dict[str, Any]:
@@ -227,7 +228,7 @@ class LightningInternals(DataInternals):
             else:
                 continue
             search = getattr(one, name)
-            self.replaced.replace(one, name, lambda *of, search=search: None if restoring() else search(*of))
+            self.replace(one, name, lambda *of, search=search: None if restoring() else search(*of))
             notes.append(f"{type(one).__name__} does not search again: {goes_on}")
         return notes
 
@@ -249,44 +250,13 @@ class LightningInternals(DataInternals):
         )
         return [NotRestored("weights that ModelPruning keeps", why)]
 
-    def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
-        """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""
-
-        def reset(original: Callable[[], None]) -> None:
-            with warnings.catch_warnings():
-                if is_exact():
-                    warnings.filterwarnings("ignore", _NOT_RESUMABLE)
-                original()
-
-        self.replaced.around(self._trainer.fit_loop.epoch_loop, "reset", reset)
-
-    def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
-
-        `failed(error)` gets what the batch raises, and may raise something else.
-        """
-
-        def advance(original: Callable[[Any], None], data_fetcher: Any) -> None:
-            boundary()
-            try:
-                original(data_fetcher)
-            except StopIteration:
-                raise
-            except Exception as err:
-                failed(err)
-                raise
-
-        self.replaced.around(self._trainer.fit_loop.epoch_loop, "advance", advance)
-
-    def wrap_batches(self, took: Callable[[Any], None]) -> None:
-        """`took(batch)` gets every training batch as its loader made it (a public method, wrapped)."""
-
-        def convert(original: Callable[[Any], Any], batch: Any) -> Any:
-            if self._trainer.training:
-                took(batch)
-            return original(batch)
-
-        self.replaced.around(self._trainer.precision_plugin, "convert_input", convert)
+    @staticmethod
+    def reset_silently(is_exact: Callable[[], bool], original: Callable[[], None]) -> None:
+        """For `reset`: where `is_exact()`, it does not warn that a plain loader starts again at its beginning."""
+        with warnings.catch_warnings():
+            if is_exact():
+                warnings.filterwarnings("ignore", _NOT_RESUMABLE)
+            original()
 
     def skip_idle_hooks(self, *callbacks: Callback) -> None:
         """Lightning does not enter hooks of these callbacks that do nothing.
@@ -297,33 +267,20 @@ class LightningInternals(DataInternals):
         for callback in callbacks:
             for name in _HOOKS_OF_STEPS:
                 if getattr(type(callback), name) is getattr(Callback, name) and name not in vars(callback):
-                    self.replaced.replace(callback, name, None)
-
-    def wrap_process_dataloader(self, after: Callable[[Any], Any]) -> None:
-        """`after(loader)` gets every loader that the strategy has processed (a public method, wrapped)."""
-        strategy = self._trainer.strategy
-        self.replaced.around(strategy, "process_dataloader", lambda original, loader: after(original(loader)))
-
-    def wrap_validation_loaders(self, around: Callable[[Callable[[], None]], None]) -> None:
-        """`around(original)` runs instead of what makes the loaders of validation in a `fit`."""
-        self.replaced.around(self._trainer.fit_loop.epoch_loop.val_loop, "setup_data", around)
+                    self.replace(callback, name, None)
 
     def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
         """See `compat.defer_sigterm`; `relays`: and `compat.relayed`, of several ranks."""
         connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
         self._undo_sigterm = defer_sigterm(connector, deferred)
         if relays:
-            self.replaced.replace(connector, "_sigterm_notifier_fn", relayed(connector, launcher))
+            self.replace(connector, "_sigterm_notifier_fn", relayed(connector, launcher))
 
     def unwrap(self) -> None:
         """Puts back every method that was wrapped, and the length of epochs."""
         self.reset_epoch_length()
         self._undo_sigterm()
-        self.replaced.undo()
-
-    def set_callbacks(self, callbacks: list[Callback]) -> None:
-        """Replace the list; a loop over the old one that is under way is not disturbed."""
-        self._trainer.callbacks = callbacks
+        self.undo()
 
     # ---- checkpoint connector
 
@@ -345,29 +302,25 @@ class LightningInternals(DataInternals):
             with LiveModel(self._trainer.lightning_module).in_place(checkpoint.get("state_dict", {})) as rest:
                 original({**checkpoint, "state_dict": rest}, **options)
 
-        self.replaced.around(self._trainer.strategy, "load_model_state_dict", load_weights)
+        self.around(self._trainer.strategy, "load_model_state_dict", load_weights)
 
-    def hpc_path(self) -> str | None:
-        """The newest Slurm `hpc_ckpt_N.ckpt` in the default root folder."""
-        return cast("str | None", self._trainer._checkpoint_connector._hpc_resume_path)
+    hpc_path: ClassVar[str | None] = part("_checkpoint_connector._hpc_resume_path")
+    """The newest Slurm `hpc_ckpt_N.ckpt` in the default root folder."""
 
     # ---- loops
 
-    @property
-    def automatic_steps(self) -> int:
-        """What `trainer.global_step` is where Lightning steps the optimizers, with a tenth of the calls."""
-        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
-        return int(progress.optimizer.step.total.completed)
-
-    @property
-    def batches_in_epoch(self) -> int:
-        """Training batches that the current epoch has asked for."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-
-    @property
-    def batches_in_total(self) -> int:
-        """Training batches of all epochs."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+    automatic_steps: ClassVar[int] = part(
+        "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed"
+    )
+    """What `trainer.global_step` is where Lightning steps the optimizers, with a tenth of the calls."""
+    batches_in_epoch: ClassVar[int] = part("fit_loop.epoch_loop.batch_progress.current.ready")
+    """Training batches that the current epoch has asked for."""
+    batches_in_total: ClassVar[int] = part("fit_loop.epoch_loop.batch_progress.total.ready")
+    """Training batches of all epochs."""
+    batches_that_stepped: ClassVar[int] = part("fit_loop.epoch_loop._batches_that_stepped")
+    """The step that loggers use."""
+    skips_backward: ClassVar[bool] = part("fit_loop._skip_backward")
+    """True where the optimizer will step on gradients of an earlier epoch (the last one of weight averaging)."""
 
     def in_whole_steps(self, batches: int) -> int:
         """So many batches, or a few more, that no accumulation of gradients is cut in two."""
@@ -407,11 +360,6 @@ class LightningInternals(DataInternals):
     def accumulating(self) -> bool:
         """True when gradients of finished batches still wait for an optimizer step."""
         return bool(self._trainer.fit_loop.epoch_loop._should_accumulate())
-
-    @property
-    def skips_backward(self) -> bool:
-        """True where the optimizer will step on gradients of an earlier epoch (the last one of weight averaging)."""
-        return bool(self._trainer.fit_loop._skip_backward)
 
     @property
     def ends_mid_epoch(self) -> bool:
@@ -468,11 +416,6 @@ class LightningInternals(DataInternals):
             module._current_fx_name = before
 
     @property
-    def batches_that_stepped(self) -> int:
-        """The step that loggers use."""
-        return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-    @property
     def validates_by_time(self) -> bool:
         """True where `val_check_interval` is a duration (Lightning 2.6 and later)."""
         return getattr(self._trainer, "_val_check_time_interval", None) is not None
@@ -489,10 +432,12 @@ class LightningInternals(DataInternals):
             "progress_bar": connector._progress_bar_metrics,
         }
 
-    @property
-    def results(self) -> dict[str, Any]:
-        """The training loop's `self.log` accumulators by key."""
-        return cast("dict[str, Any]", self._trainer.fit_loop.epoch_loop._results)
+    results: ClassVar[dict[str, Any]] = part("fit_loop.epoch_loop._results")
+    """The training loop's `self.log` accumulators by key."""
+    logs_now: ClassVar[bool] = part("_logger_connector.should_update_logs")
+    """True on steps on which the trainer logs."""
+    reduces: ClassVar[bool] = part("_accelerator_connector.is_distributed")
+    """Whether `sync_dist` of `self.log` has an effect: else it counts as False, whatever the script says."""
 
     @property
     def log_position(self) -> tuple[bool | None, str | None]:
@@ -504,16 +449,6 @@ class LightningInternals(DataInternals):
     def log_position(self, position: tuple[bool | None, str | None]) -> None:
         connector = self._trainer._logger_connector
         connector._first_loop_iter, connector._current_fx = position
-
-    @property
-    def logs_now(self) -> bool:
-        """True on steps on which the trainer logs."""
-        return bool(self._trainer._logger_connector.should_update_logs)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether `sync_dist` of `self.log` has an effect: else it counts as False, whatever the script says."""
-        return bool(self._trainer._accelerator_connector.is_distributed)
 
     def result_types(self) -> tuple[Any, Any, Any]:
         """The classes `_ResultMetric`, `_Metadata`, `_Sync`."""

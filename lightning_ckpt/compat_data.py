@@ -10,8 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -23,6 +24,11 @@ from ckpt_engine.adapter import EventFiles, TrackedRun
 _ELSEWHERE = "this start gives its loggers another version"
 _NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 PACKAGES = ("lightning.", *(f"{name}." for name in _NAMES.values()))
+
+
+def part(path: str) -> Any:
+    """A property: what a trainer has at this path."""
+    return property(attrgetter(f"_trainer.{path}"))
 
 
 @dataclass(eq=False)
@@ -53,10 +59,8 @@ class DataInternals:
 
     # ---- fetching
 
-    @property
-    def fetcher(self) -> object:
-        """What fetches training batches; None until loaders are made, another object whenever they are made again."""
-        return self._trainer.fit_loop._data_fetcher
+    fetcher: ClassVar[Any] = part("fit_loop._data_fetcher")
+    """What fetches training batches; None until loaders are made, another object whenever they are made again."""
 
     def make_validation_loaders(self) -> None:
         """Make them now, as `fit` does for its progress bar."""
@@ -92,10 +96,6 @@ class DataInternals:
     def user_fetches(self) -> bool:
         """True when `training_step(dataloader_iter)` fetches batches itself."""
         return type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
-
-    def restart_fetcher(self) -> None:
-        """Makes the iterator over the training loaders again."""
-        iter(self._trainer.fit_loop._data_fetcher)
 
     @property
     def batches_given(self) -> int | None:
@@ -216,14 +216,18 @@ def cut_rows(path: Path, count: int) -> str:
     return "" if found == count else f"{count - found} rows at the end of {path} are missing"
 
 
-class CsvCurve:
-    """`metrics.csv` in the folder of a version."""
-
-    name = "CSVLogger"
+class _FolderCurve:
+    """Files in the folder of a version."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         self.home = _folder(logger.root_dir)
+
+
+class CsvCurve(_FolderCurve):
+    """`metrics.csv` in the folder of a version."""
+
+    name = "CSVLogger"
 
     @property
     def _table(self) -> Path:
@@ -254,15 +258,11 @@ class CsvCurve:
         return complaint
 
 
-class TensorBoardCurve:
+class TensorBoardCurve(_FolderCurve):
     """Event files in the folder of a version."""
 
     name = "TensorBoardLogger"
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-        self.home = _folder(logger.root_dir)
-        self._files: EventFiles | None = None
+    _files: EventFiles | None = None
 
     def place(self) -> Mapping[str, Any] | None:
         files = self._files

@@ -27,7 +27,6 @@ from ckpt_engine.adapter import (
     Replaced,
     Restored,
     ResumeError,
-    TrainerResume,
     TrainerRun,
 )
 from lightning_ckpt import restart, run_state, sharded
@@ -35,7 +34,7 @@ from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import FitLoggers
-from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
+from lightning_ckpt.restart import AUTO, FreshStart, Kept, calls_the_users
 from lightning_ckpt.run_state import MODEL, BoundaryKind
 
 _log = logging.getLogger("lightning_ckpt")
@@ -49,7 +48,7 @@ _NOT_IN_A_FILE = {
 }
 
 
-class FitResume(TrainerResume):
+class FitResume(FreshStart):
     """One resolution of `ckpt_path`, and the rest of the restore if it found a snapshot.
 
     Args:
@@ -70,10 +69,8 @@ class FitResume(TrainerResume):
         loaders: FitLoaders,
         run: TrainerRun | None = None,
     ) -> None:
+        super().__init__(trainer, module, engine)
         self._internals = internals
-        self._trainer = trainer
-        self._module = module
-        super().__init__(engine, _log, lambda: trainer.log_dir or trainer.default_root_dir)
         self._loaders = loaders
         self._run = run
         self._weights: Mapping[str, Any] = {}
@@ -85,7 +82,6 @@ class FitResume(TrainerResume):
         self._callbacks: Mapping[str, Any] = {}
         self._kept: Kept | None = None
         self._regrouped: list[tuple[torch.optim.Optimizer, run_state.Groups]] = []
-        self.fresh = Fresh(trainer, module, engine, self.start_fresh)
         self.pending = False
         self.loggers: FitLoggers | None = None
 
@@ -112,7 +108,7 @@ class FitResume(TrainerResume):
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
         """
         if self._run is not None and not self.pending:
-            checkpoint_path = self.fresh.path(checkpoint_path)
+            checkpoint_path = self.path_of(checkpoint_path)
         if checkpoint_path != AUTO:
             original(checkpoint_path, *args, **kwargs)
             return
@@ -262,7 +258,7 @@ class FitResume(TrainerResume):
         """The Slurm requeue file if it is newer than our snapshot."""
         if not SLURMEnvironment.detect():
             return None
-        path = self._internals.hpc_path()
+        path = self._internals.hpc_path
         if path is None or manifest is None:
             return path
         try:
@@ -367,7 +363,7 @@ class FitResume(TrainerResume):
         if self._back is None:
             assert self._engine.loaded is not None
             created = self._engine.loaded.info.created
-            run_state.write_again(self._trainer, self._engine.root_url, created, self._internals.replaced.replace)
+            run_state.write_again(self._trainer, self._engine.root_url, created, self._internals.replace)
 
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run; of an imported file Lightning restores all."""

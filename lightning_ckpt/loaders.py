@@ -44,8 +44,9 @@ class FitLoaders:
         finally:
             self._makes_validation = False
 
-    def follow(self, loader: Any) -> Any:
-        """Called with every loader the strategy has processed; returns it."""
+    def follow(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        """Runs where the strategy processes a loader of any kind; returns what comes of it."""
+        loader = original(loader)
         if self._makes_validation:
             self._follow_validation(loader)
         else:
@@ -127,7 +128,7 @@ class FitLoaders:
             for index in range(len(self._positions)):
                 self._load(index, restart=True)
         if late or again:
-            self._internals.restart_fetcher()
+            iter(self._internals.fetcher)  # makes the iterator over the training loaders again
 
     @property
     def epoch_restarts(self) -> bool:

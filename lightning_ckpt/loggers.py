@@ -15,44 +15,36 @@ from lightning_ckpt.restart import AUTO
 from lightning_ckpt.run_state import BAR_NAMES
 
 
-class Telemetry:
-    """Shows the numbers of one run. Training thread only.
+def show_numbers(run: TrainerRun, trainer: pl.Trainer, internals: LightningInternals) -> None:
+    """The progress bar shows the newest numbers of a run, and loggers get them when they get all others."""
+    if run.metrics.snapshot_bytes:
+        _show_in(internals.metric_tables["progress_bar"], run)
+    if trainer.loggers and internals.logs_now and run.config.log.loggers != "off":
+        numbers = run.metrics.logged(run.config.log.loggers)
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=internals.batches_that_stepped)
 
-    Args:
-        run: whose numbers they are.
-    """
 
-    def __init__(self, run: TrainerRun) -> None:
-        self._metrics, self._cadence, self._options = run.metrics, run.cadence, run.config.log
+def _show_in(bar: dict[str, Any], run: TrainerRun) -> None:
+    """Put the step of the newest durable snapshot into the progress bar's table, and what else the options ask."""
+    metrics, durable, interval = run.metrics, run.metrics.durable_step, run.cadence.interval_steps
+    # Of a number the bar shows but three digits.
+    shown: dict[str, Any] = {"ckpt": None if durable is None else str(durable)}
+    if run.config.log.bar == "full" and metrics.snapshot_bytes:
+        shown |= {
+            "ckpt_stall_ms": round(1e3 * metrics.stall_seconds, 1),
+            "ckpt_MB": round(metrics.snapshot_bytes / 1e6, 1),
+            "ckpt_every": None if interval is None else float(interval),
+            "ckpt_age_s": None if durable is None else float(round(run.cadence.age_of_last_durable())),
+        }
+    if run.config.log.bar != "off":
+        bar.update({name: value for name, value in shown.items() if value is not None})
 
-    def batch_ended(self, trainer: pl.Trainer, internals: LightningInternals) -> None:
-        """The progress bar shows the newest numbers, and loggers get them when they get all others."""
-        if self._metrics.snapshot_bytes:
-            self.show(internals.metric_tables["progress_bar"])
-        if trainer.loggers and internals.logs_now and self._options.loggers != "off":
-            numbers = self._metrics.logged(self._options.loggers)
-            for logger in trainer.loggers:
-                logger.log_metrics(numbers, step=internals.batches_that_stepped)
 
-    def show(self, bar: dict[str, Any]) -> None:
-        """Put the step of the newest durable snapshot into the progress bar's table, and what else the options ask."""
-        metrics, durable, interval = self._metrics, self._metrics.durable_step, self._cadence.interval_steps
-        # Of a number the bar shows but three digits.
-        shown: dict[str, Any] = {"ckpt": None if durable is None else str(durable)}
-        if self._options.bar == "full" and metrics.snapshot_bytes:
-            shown |= {
-                "ckpt_stall_ms": round(1e3 * metrics.stall_seconds, 1),
-                "ckpt_MB": round(metrics.snapshot_bytes / 1e6, 1),
-                "ckpt_every": None if interval is None else float(interval),
-                "ckpt_age_s": None if durable is None else float(round(self._cadence.age_of_last_durable())),
-            }
-        if self._options.bar != "off":
-            bar.update({name: value for name, value in shown.items() if value is not None})
-
-    def hide(self, bar: dict[str, Any]) -> None:
-        """Take them out again: after training the table is the user's alone."""
-        for name in BAR_NAMES:
-            bar.pop(name, None)
+def hide_numbers(bar: dict[str, Any]) -> None:
+    """Take them out of the progress bar's table again: after training it is the user's alone."""
+    for name in BAR_NAMES:
+        bar.pop(name, None)
 
 
 _LOGS = ("log_metrics", "log_hyperparams", "log_graph")

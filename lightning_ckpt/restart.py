@@ -11,15 +11,15 @@ restored state, and what else it sets up stays. `allow_restart` lets a Lightning
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
@@ -30,6 +30,7 @@ from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightning
 from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.run_state import Groups
 
+_log = logging.getLogger("lightning_ckpt")
 AUTO = "auto"
 HOOK = "on_train_epoch_start"
 
@@ -51,13 +52,12 @@ class EarlierFit:
         return self._trainer() is trainer and self._module() is module and trainer.global_step > 0
 
 
-class Fresh:
-    """Of one `fit`.
+class FreshStart(TrainerResume):
+    """The part of a resume that finds out whether a `fit` resumes at all.
 
     Args:
         trainer, module: that is fitted.
         engine: opens the run's folder.
-        start_fresh: see `Resume.start_fresh`.
 
     `fitted` is what an earlier `fit` has left.
     """
@@ -65,14 +65,12 @@ class Fresh:
     fitted: EarlierFit | None = None
     _asked = False
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, start_fresh: Callable[[str], None]
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:
         self._trainer = trainer
         self._module = module
-        self._engine, self._start_fresh = engine, start_fresh
+        super().__init__(engine, _log, lambda: trainer.log_dir or trainer.default_root_dir)
 
-    def path(self, path: Any) -> Any:
+    def path_of(self, path: Any) -> Any:
         """What the argument `ckpt_path` comes to with the option `resume`; if that is not `auto`, the run is begun."""
         self._asked, option = True, self._engine.config.resume_word
         if path == AUTO and option == "off":
@@ -107,7 +105,7 @@ class Fresh:
         how = (
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )
-        self._start_fresh(how)
+        self.start_fresh(how)
 
 
 def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:
@@ -209,10 +207,10 @@ class Kept:
         for callback, before in self._callbacks:
             now, saved = _state(callback), self._saved[callback.state_key]
             # Some put what they have loaded in place only in the hook: then it has the saved state now.
-            if _same(now, before) or _same(now, saved):
+            if TrainerResume.same(now, before) or TrainerResume.same(now, _in_parts(saved)):
                 continue
             callback.load_state_dict(TrainerResume.own_copy(saved))
-            if _same(_state(callback), now):
+            if TrainerResume.same(_state(callback), now):
                 why = f"its {self._hook} changes what was restored, and load_state_dict() does not put it back"
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))
         return missing
@@ -266,22 +264,14 @@ def _filled(kept: _Tensor) -> torch.Tensor:
     return kept.live
 
 
-def _same(kept: Any, value: Any) -> bool:
-    """Whether two states are equal; either may be of `_keep`."""
-    one, other = (_keep(part) if isinstance(part, torch.Tensor) else part for part in (kept, value))
-    if isinstance(one, _Tensor) and isinstance(other, _Tensor):
-        pairs = zip(one.parts, other.parts, strict=False)
-        return len(one.parts) == len(other.parts) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(item, other[key]) for key, item in one.items())
-    return bool(np.all(one == other)) if type(one) is type(other) else False
+def _in_parts(state: Any) -> Any:
+    """What compares with a later state: in the place of each tensor the parts of it that are here, in host memory."""
+    return TrainerResume.mapped(_keep(state), lambda one: one.parts if isinstance(one, _Tensor) else one)
 
 
 def _state(callback: Callback) -> Any:
     try:
-        return _keep(callback.state_dict())
+        return _in_parts(callback.state_dict())
     except Exception:  # noqa: BLE001 - the user's code: what it saves may exist only after its hook
         return None
 

@@ -14,14 +14,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.adapter import BoundaryRecord, CkptError, Config, Engine, OnChange, RunInstant, TrainerRun
+from ckpt_engine.adapter import BoundaryRecord, CkptError, Config, Engine, OnChange, RunInstant, TrainerRun, hook_time
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.compat_data import both
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
-from lightning_ckpt.loggers import Telemetry
+from lightning_ckpt.loggers import hide_numbers, show_numbers
 from lightning_ckpt.restart import finish_again
 from lightning_ckpt.run_state import MODEL, OF_LIGHTNING, BoundaryKind, FitParts, as_of, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of
@@ -68,7 +68,6 @@ class FitRun:
         )
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, self._run)
         self.cadence, self.stopping = self._run.cadence, self._run.stopping
-        self.telemetry = Telemetry(self._run)
         self.end = partial(
             self.stopping.halt.end,
             take=lambda reason: self._run.take_last(
@@ -85,31 +84,36 @@ class FitRun:
     def connect(self) -> None:
         """Hook into the trainer; undone by `disconnect`."""
         internals = self._internals
-        internals.wrap_resume_start(self.resume.resolve)
-        internals.wrap_optimizer_restore(self.resume.restore_optimizers)
-        internals.wrap_training_restore(lambda: self.resume.to_restore)
-        internals.wrap_process_dataloader(self._loaders.follow)
-        internals.wrap_validation_loaders(self._loaders.make_validation)
-        internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
-        internals.wrap_loop_reset(lambda: self.resume.pending)
-        internals.wrap_fetch(self._boundary, self._batch_failed)
-        internals.wrap_batches(self._run.took)
+        internals.wrap(
+            {
+                "resume_start": self.resume.resolve,
+                "load_optimizer_state_dict": self.resume.restore_optimizers,
+                "restore_training_state": partial(internals.restore_training, lambda: self.resume.to_restore),
+                "process_dataloader": self._loaders.follow,
+                "setup_data": self._loaders.make_validation,
+                "on_advance_start": self._start_epoch,
+                "reset": partial(internals.reset_silently, lambda: self.resume.pending),
+                "advance": self._advance,
+                "convert_input": self._convert_input,
+            }
+        )
         relays = self.stopping.halt.shared is not None and SIGTERM in self.engine.config.preemption.numbers()
         internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
         self._run.step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
-        self._internals.set_callbacks([self.guard, *others, self._owner])
+        self._trainer.callbacks = [self.guard, *others, self._owner]  # type: ignore[attr-defined]
         self._internals.skip_idle_hooks(self.guard, self._owner)
 
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
         self.stopping.close()
         self._internals.unwrap()
-        self.telemetry.hide(self._internals.metric_tables["progress_bar"])
+        hide_numbers(self._internals.metric_tables["progress_bar"])
         self._run.step_fence.remove()
         self._loaders.release()
-        self._internals.set_callbacks([one for one in callbacks_of(self._trainer) if one is not self.guard])
+        # Another list: a loop over the old one that is under way is not disturbed.
+        self._trainer.callbacks = [one for one in callbacks_of(self._trainer) if one is not self.guard]  # type: ignore[attr-defined]
         self._trainer.num_sanity_val_steps = self._sanity_steps
 
     @property
@@ -135,7 +139,7 @@ class FitRun:
         sharded.require_trained(self._trainer)
         self.engine.start()
         self.engine.tenure.release = self.disconnect
-        self.resume.fresh.go_on_beside()
+        self.resume.go_on_beside()
         self._flags_at_start = sharded.model_of(self._trainer).entries()["flags"]
         self._run.audit.begin("start")
         if self.resume.pending:
@@ -161,12 +165,13 @@ class FitRun:
             self._run.evaluated(time.monotonic() - self._validation_began)
             self._validation_began = None
 
-    def batch_ended(self, outputs: Any) -> None:
+    @hook_time.counted
+    def batch_ended(self, outputs: Any, *_: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
         if self.stopping.losses is not None:
             self.stopping.losses.add(self.step + self._internals.accumulating, outputs)
-        self.telemetry.batch_ended(self._trainer, self._internals)
+        show_numbers(self._run, self._trainer, self._internals)
 
     def close(self) -> None:
         """Training ended by itself: wait until everything is durable."""
@@ -205,17 +210,41 @@ class FitRun:
 
     # ---- the loops
 
-    def _before_epoch(self) -> None:
+    def _start_epoch(self, original: Callable[[], None]) -> None:
+        """Runs where Lightning starts an epoch."""
         self._internals.reset_epoch_length()
         if self.resume.pending or (self.resume.is_to_be_published and not self.guard.waits_for_batch):
             self.resume.before_epoch()
             self.guard.first_batch(self.resume.publish)
-
-    def _after_epoch_start(self) -> None:
+        original()
         self._loaders.measure()
         if self.resume.pending:
             self.resume.after_epoch_start()
 
+    def _advance(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
+        """Runs where Lightning asks for a training batch and trains on it: the one before is finished.
+
+        A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then.
+        """
+        self._boundary()
+        try:
+            original(data_fetcher)
+        except StopIteration:
+            raise
+        except Exception as err:
+            still_there = self._nothing_came and self._loaders.one_with_workers
+            where = str(self._internals.batches_in_total) if still_there else None
+            if (stop := self.stopping.no_batch(err, where)) is not None:
+                raise self.end(stop) from err
+            raise
+
+    def _convert_input(self, original: Callable[[Any], Any], batch: Any) -> Any:
+        """Runs where the precision converts a batch, which is as its loader made it."""
+        if self._trainer.training:
+            self._run.took(batch)
+        return original(batch)
+
+    @hook_time.counted
     def _boundary(self) -> None:
         """The fetch boundary."""
         self._given = None
@@ -256,13 +285,6 @@ class FitRun:
         handle = self._run.take(self._instant(self._kind()), reason, durable=durable)
         if handle is not None and durable:
             self._announced_optimizers |= self._optimizers_have_state
-
-    def _batch_failed(self, error: Exception) -> None:
-        """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
-        still_there = self._nothing_came and self._loaders.one_with_workers
-        where = str(self._internals.batches_in_total) if still_there else None
-        if (stop := self.stopping.no_batch(error, where)) is not None:
-            raise self.end(stop) from error
 
     @property
     def _nothing_came(self) -> bool:

@@ -34,6 +34,7 @@ NAMES = (
     "recorder",
     "cuda",
     "codecs",
+    "parity",
     "follow",
     "seal",
 )

@@ -1,4 +1,4 @@
-"""What snapshots cost a training process, to a tenth of a percent: short stretches with and without, in one process."""
+"""What a tracked run costs training, to a tenth of a percent: single steps with and without, in one process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.optim import optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import CpuMeter, started_since
@@ -25,8 +28,9 @@ from benchmarks.workloads import SEED, perceptron
 from ckpt_engine import Checkpointer
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.observe.events import AttemptsFound
+from ckpt_engine.observe.run_times import hook_time
 
-TITLE = "Budget: snapshots on and off in turn, in one process"
+TITLE = "Budget: single steps with and without snapshots in turn, in one process"
 BUDGET = 0.01
 MARGIN = 0.001
 """How much the upper end of the confidence interval may be above the budget."""
@@ -39,19 +43,20 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much to measure: pairs of stretches of so many steps each, after the first ones, which are not counted."""
+    """How much to measure: so many pairs of steps, after the first ones, which are not counted."""
 
     parameters: int
-    steps: int
     pairs: int
     first: int
 
 
 SIZES = {
-    Scale.FULL: Size(4_000_000, 30, 400, 40),
-    Scale.QUICK: Size(4_000_000, 30, 60, 20),
-    Scale.TINY: Size(20_000, 5, 4, 1),
+    Scale.FULL: Size(4_000_000, 5400, 300),
+    Scale.QUICK: Size(4_000_000, 1000, 200),
+    Scale.TINY: Size(20_000, 20, 5),
 }
+AFTER = 2
+"""Steps after a snapshot was written that belong to it: caches are cold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Stretch:
     Args:
         wall, trainer, writer: seconds of the clock, and of the processor in each process.
         waited: seconds in which the training thread could have run, and another thread had the core.
+        hooks: seconds in the engine's hooks, by their own clock.
     """
 
     steps: int
@@ -68,15 +74,15 @@ class Stretch:
     trainer: float
     writer: float
     waited: float
+    hooks: float
 
 
 class Loop:
     """A user's own loop that can be left after any step, with snapshots or without."""
 
-    def __init__(self, size: Size, data: TensorDataset, checkpointer: Checkpointer | None) -> None:
-        torch.manual_seed(SEED)
-        self._model = perceptron(size.parameters, inputs=INPUTS)
-        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4, fused=True)
+    def __init__(self, model: nn.Module, data: TensorDataset, checkpointer: Checkpointer | None) -> None:
+        self._model = model
+        self._optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
         self._loader = DataLoader(data, BATCH_SIZE, shuffle=True, drop_last=True)
         self._loss = nn.CrossEntropyLoss()
         self._checkpointer = checkpointer
@@ -84,16 +90,18 @@ class Loop:
         self._steps = self._train()
 
     def run(self, steps: int) -> int:
-        """Train so many steps, and on until no snapshot is on its way; how many steps that were."""
+        """Train so many steps, and on until a snapshot that is taken is written; how many steps that were."""
         taken = 0
-        while taken < steps or self._is_writing:
+        while taken < steps:
             next(self._steps)
             taken += 1
+            if self.cadence is not None and self.cadence._in_flight:
+                steps = taken + 1 + AFTER
         return taken
 
-    @property
-    def _is_writing(self) -> bool:
-        return self.cadence is not None and bool(self.cadence._in_flight)
+    def share_state(self, other: Loop) -> None:
+        """Continue with the moments of another one's optimizer."""
+        self._optimizer.state = other._optimizer.state
 
     def _train(self) -> Iterator[None]:
         if self._checkpointer is not None:
@@ -108,26 +116,56 @@ class Loop:
 
 
 class Meter:
-    """Measures stretches."""
+    """Measures steps."""
 
     def __init__(self, writers: Sequence[psutil.Process]) -> None:
         self._writers = CpuMeter(writers)
         self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
 
-    def measure(self, loop: Loop, steps: int) -> Stretch:
+    def measure(self, loop: Loop, steps: int = 1) -> Stretch:
         before = self._read()
         taken = loop.run(steps)
-        wall, trainer, both, waited = (b - a for a, b in zip(before, self._read(), strict=True))
-        return Stretch(taken, wall, trainer, both - trainer, waited)
+        wall, trainer, both, waited, hooks = (b - a for a, b in zip(before, self._read(), strict=True))
+        return Stretch(taken, wall, trainer, both - trainer, waited, hooks)
 
-    def _read(self) -> tuple[float, float, float, float]:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
+    def _read(self) -> tuple[float, float, float, float, float]:
+        both = self._writers.read()
         waited = int(self._schedule.read_text().split()[1]) / 1e9
-        return time.perf_counter(), usage.ru_utime + usage.ru_stime, self._writers.read(), waited
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return time.perf_counter(), usage.ru_utime + usage.ru_stime, both, waited, hook_time.seconds
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Without what a tracked run has made torch call at the steps of any optimizer of the process."""
+    hooks: list[dict[int, Any]] = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+    kept = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    yield
+    for one, those in zip(hooks, kept, strict=True):
+        one.update(those)
+
+
+def one_pair(loops: tuple[Loop, Loop], meter: Meter, cadence: Cadence, order: random.Random) -> tuple[Stretch, Stretch]:
+    """One step of each loop in random order; where a snapshot made that several of one, as many of the other."""
+    off: list[Stretch] = []
+
+    def without(steps: int) -> None:
+        with without_hooks():
+            off.append(meter.measure(loops[1], steps))
+        cadence.exclude(off[-1].wall)
+
+    if order.random() < 0.5:
+        without(1)
+    on = meter.measure(loops[0])
+    if (left := on.steps - len(off)) > 0:
+        without(left)
+    return on, Stretch(*(sum(parts) for parts in zip(*map(astuple, off), strict=True)))
 
 
 def run(bench: Bench) -> BarResult:
-    """Stretches of one loop with snapshots and of another without, in pairs of random order."""
+    """Steps of a loop with snapshots and of one without, which train the same tensors, in pairs of random order."""
     torch.set_num_threads(1)  # threads of torch that wait for each other make a step a tenth longer or shorter
     size = SIZES[bench.scale]
     digits = load_digits()
@@ -139,9 +177,12 @@ def run(bench: Bench) -> BarResult:
         bench.scratch("budget") as folder,
         Checkpointer(folder / "run", overhead=BUDGET, mtbf=MTBF_SECONDS, at_end=False) as checkpointer,
     ):
-        loops = Loop(size, data, checkpointer), Loop(size, data, None)
-        for loop in loops:
-            loop.run(size.steps)
+        torch.manual_seed(SEED)
+        model = perceptron(size.parameters, inputs=INPUTS)
+        loops = Loop(model, data, checkpointer), Loop(model, data, None)
+        taken = loops[0].run(AFTER)
+        loops[1].share_state(loops[0])
+        loops[1].run(taken)  # both are at the same batch of an epoch from here on
         cadence = loops[0].cadence
         assert cadence is not None
         meter = Meter(started_since(before))
@@ -150,24 +191,21 @@ def run(bench: Bench) -> BarResult:
             cadence.emit(
                 AttemptsFound((), ())
             )  # time that a run survives does not correct how often it is said to fail
-            found: dict[int, Stretch] = {}
-            for which in order.sample((0, 1), 2):
-                found[which] = meter.measure(loops[which], size.steps)
-                if which == 1:
-                    cadence.exclude(found[1].wall)
             if number == size.first:
                 began = _account(cadence)
+            pair = one_pair(loops, meter, cadence, order)
             if number >= size.first:
-                pairs.append((found[0], found[1]))
-            bench.say(f"pair {number + 1}/{size.first + size.pairs}")
+                pairs.append(pair)
+            if number % 100 == 0:
+                bench.say(f"pair {number}/{size.first + size.pairs}")
         charged, trained = (b - a for a, b in zip(began, _account(cadence), strict=True))
         snapshots = int(checkpointer.snapshots()[-1].seq)
     return _result(size, pairs, charged / trained if trained else 0.0, snapshots)
 
 
 def _account(cadence: Cadence) -> tuple[float, float]:
-    clean, spent = cadence._account.totals
-    return spent, clean
+    clean, spent, hooks = cadence._account.totals
+    return spent + hooks, clean
 
 
 def interval(on: Sequence[float], off: Sequence[float]) -> tuple[float, float, float]:
@@ -181,7 +219,7 @@ def interval(on: Sequence[float], off: Sequence[float]) -> tuple[float, float, f
 
 def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: float, snapshots: int) -> BarResult:
     def measured(of: Callable[[Stretch], float]) -> tuple[float, float, float]:
-        found = interval(*([of(one) / one.steps for one in kind] for kind in zip(*pairs, strict=True)))
+        found = interval(*([of(one) for one in kind] for kind in zip(*pairs, strict=True)))
         return tuple(100 * share for share in found)  # type: ignore[return-value]
 
     def in_order(of: Callable[[Stretch], float]) -> tuple[float, float, float]:
@@ -189,6 +227,11 @@ def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: flo
         return low, middle, high
 
     truth, low, high = measured(lambda one: one.wall)
+    far = [(on, off) for on, off in pairs if on.steps == 1]
+    timed = interval(
+        [off.wall + on.hooks if on.steps == 1 else on.wall for on, off in pairs], [b.wall for _, b in pairs]
+    )
+    beyond = interval([on.wall - on.hooks for on, _ in far], [off.wall for _, off in far])
     ways = {
         "processor time of the trainer": lambda one: one.trainer,
         "processor time of trainer and writer": lambda one: one.trainer + one.writer,
@@ -201,9 +244,10 @@ def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: flo
         {
             "training": f"a plain loop with `track`, perceptron of {size.parameters / 1e6:.1f} million parameters with "
             f"fused Adam ({12 * size.parameters / 1e6:.0f} MB of state) on the digits of scikit-learn, "
-            "one thread, and the same loop without snapshots in the same process",
-            "stretches": f"{size.pairs} pairs in random order, {size.steps} steps each, the one with snapshots until "
-            f"none is on its way; {size.first} pairs before them are not counted. The account leaves the other out",
+            "one thread, and the same loop without snapshots in the same process, which trains the same tensors",
+            "steps": f"{size.pairs} pairs of one step each, in random order; a step that takes a snapshot with all "
+            f"until it is written and {AFTER} after that, beside as many without. {size.first} pairs before them are "
+            "not counted. The account leaves out the steps without",
             "interval": f"{CONFIDENCE:.0%}, by bootstrap over pairs ({RESAMPLES} resamples)",
             "budget": "failures declared so frequent that the budget alone decides how often",
         },
@@ -230,6 +274,18 @@ def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: flo
             *(
                 Series(f"overhead, {name}", "%", in_order(of), "lower end, estimate, upper end")
                 for name, of in ways.items()
+            ),
+            Series(
+                "overhead, hooks of steps without a snapshot by their own clock",
+                "%",
+                (100 * timed[1], 100 * timed[0], 100 * timed[2]),
+                "lower end, estimate, upper end",
+            ),
+            Series(
+                "steps without a snapshot, beyond these hooks",
+                "%",
+                (100 * beyond[1], 100 * beyond[0], 100 * beyond[2]),
+                "lower end, estimate, upper end: what no part names",
             ),
             Series("one step without", "s", (step,)),
             Series("snapshots", "", (float(snapshots),)),

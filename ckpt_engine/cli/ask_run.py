@@ -28,7 +28,7 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
     Its process ends with exit code 0, and a restart resumes from there.
     """
     url = options_of(root).root_url
-    ended = _ask(url, control.STOP, wait, lambda: not is_trained(url), f"the run at {url} did not end")
+    ended = _ask(url, control.Question.STOP, wait, lambda: not is_trained(url), f"the run at {url} did not end")
     asked = f"asked: the run at {url} takes a snapshot at the end of its step, and ends"
     done = f"the run at {url} has ended" if ended else asked
     print_answer({"root": url, "asked": True, "ended": bool(ended)}, done, as_json=as_json)
@@ -46,7 +46,7 @@ def save_now(root: str, wait: str | None, as_json: bool) -> None:
     before = set(nearest.ids()) if wait is not None else set()
     new = _ask(
         url,
-        control.SAVE,
+        control.Question.SAVE,
         wait,
         lambda: [parsed.id for parsed in nearest.ids() if parsed not in before],
         f"no new snapshot at {url}",

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_text
+from ckpt_engine.cli.output import json_option, print_answer
 from ckpt_engine.cli.root import named, open_run, resume_options, storage_options
 from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.observe import units
@@ -49,25 +49,23 @@ def command(first: str, second: str, everything: bool, section: ResumeChanges | 
     found = [one for one in comparison if not one.measured]
     origins = Origins.of(a.manifest), Origins.of(b.manifest)
     shared = shared_bytes(a.manifest, b.manifest)
-    if as_json:
-        print_json(
-            {
-                "a": a.info.id,
-                "b": b.info.id,
-                "compared": comparison.compared,
-                "differences": found,
-                "stored": {"a": origins[0], "b": origins[1], "shared_bytes": shared},
-            }
-        )
-    elif not found:
-        print_text(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
-    else:
-        print_text(*map(str, found if everything else found[:DIFFERENCES]))
-        hidden = 0 if everything else max(len(found) - DIFFERENCES, 0)
+    if found:
+        shown = found if everything else found[:DIFFERENCES]
+        hidden = len(found) - len(shown)
         more = f", {hidden:,} of them not shown (--all shows them)" if hidden else ""
-        print_text(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
-    if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
-        print_text(*map(str, origins), f"{units.size(shared)} of it is the same data")
+        lines = [*map(str, shown), f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}"]
+    else:
+        lines = [f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})"]
+    if shared or any(len(one.written_by) > 1 for one in origins):
+        lines += [*map(str, origins), f"{units.size(shared)} of it is the same data"]
+    answer = {
+        "a": a.info.id,
+        "b": b.info.id,
+        "compared": comparison.compared,
+        "differences": found,
+        "stored": {"a": origins[0], "b": origins[1], "shared_bytes": shared},
+    }
+    print_answer(answer, *lines, as_json=as_json)
     sys.exit(int(bool(found)))
 
 

@@ -63,15 +63,15 @@ def command(
     snapshot. Without --only a file of safetensors has the model alone.
     """
     *rest, out_name = words
-    form = form or SUFFIXES.get(Path(out_name).suffix)
+    form = form or SUFFIXES.get(Path(out_name).suffix, "")
     root, wanted = named(rest[0] if rest else None)
     wanted += tuple(rest[1:])
-    if form is None:
-        raise click.UsageError(
-            f"Missing option '--to': {out_name} does not end with {', '.join(SUFFIXES)}; "
-            f"name one of {', '.join(FORMATS)}"
-        )
     for applies, why in (
+        (
+            not form,
+            f"Missing option '--to': {out_name} does not end with {', '.join(SUFFIXES)}; "
+            f"name one of {', '.join(FORMATS)}",
+        ),
         (len(wanted) > 1, f"expected [ROOT] [SNAPSHOT] OUT, got {' '.join(words)}"),
         (dtype and form != "safetensors", "--dtype is for --to safetensors: a training state is exported as it is"),
     ):

@@ -18,8 +18,8 @@ from ckpt_engine.store.storage.base import Throttle
 from ckpt_engine.tools.check_run import all_ok, check_run
 from ckpt_engine.tools.mend_run import MendedFile, mend_run
 
-ROUNDS = 2
-"""A manifest that was mended may show damage of the data behind it."""
+ROUNDS = 3
+"""A manifest that was mended may show damage of the data behind it, and parity is made from data that is mended."""
 _FROM = click.option(
     "--from", "other", metavar="OTHER", help="Another place of the same run: a folder, a URL or a ckpt.yaml."
 )

@@ -14,7 +14,7 @@ import click
 
 from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, load_config
-from ckpt_engine.config.models import MEMORY, Tiers
+from ckpt_engine.config.models import Tiers
 from ckpt_engine.config.sections import Seal
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.store.names import KEY_VARIABLE, RECORD
@@ -172,9 +172,7 @@ def options_of(root: str, *, as_plain: bool = False, **options: Any) -> Config:
     if not given:
         return config
     tiers = [
-        tier
-        if tier.is_folder or tier.url == MEMORY
-        else tier.model_copy(update={"storage_options": {**tier.storage_options, **given}})
+        tier if tier.is_folder else tier.model_copy(update={"storage_options": {**tier.storage_options, **given}})
         for tier in config.tiers
     ]
     return config.model_copy(update={"tiers": Tiers.of(tuple(tiers))})

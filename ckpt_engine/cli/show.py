@@ -20,7 +20,7 @@ from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository, fork_of
 from ckpt_engine.store.tree import unpacked
 from ckpt_engine.tools.origins import Origins, owner_of
-from ckpt_engine.tools.outline import array_leaves, children, leaves
+from ckpt_engine.tools.outline import array_leaves, children, leaves, own_nbytes
 from ckpt_engine.tools.stored_run import Run
 
 LARGEST = 10
@@ -181,10 +181,10 @@ def _stored(nbytes: int, written: int, referred: int) -> str:
 
 def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[str]:
     """The first levels of a part of the tree, a line each, long ones cut. Tied arrays count each time, bytes once."""
-    below, arrays = children(node), list(array_leaves(node))
+    below, arrays = children(node), [leaf for _, leaf in array_leaves(node)]
     # Of a snapshot of some ranks only the tree is whole.
-    there = (manifest.entries.get(name) for name in {leaf.entry for leaf in arrays if not leaf.own_nbytes})
-    nbytes = sum(entry.nbytes for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in arrays)
+    there = (manifest.entries.get(name) for name in {leaf["entry"] for leaf in arrays if not own_nbytes(leaf)})
+    nbytes = sum(entry.nbytes for entry in there if entry is not None) + sum(map(own_nbytes, arrays))
     sizes = f"{count(len(arrays), 'array')}, {units.size(nbytes)}" if arrays else ""
     values = sum(not any(array_leaves(leaf)) for leaf in leaves(node))
     others = count(values, "value") if values else ""

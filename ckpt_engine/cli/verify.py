@@ -80,8 +80,10 @@ def print_check(
 
 def _next(root: str, checked: Sequence[CheckedCopies], *, is_tiered: bool, tries: bool) -> list[str]:
     """What a resume takes now, and what to do; `tries`: the places that are known may still mend it."""
-    repair = f"`ckpt repair {shlex.quote(root)}{'' if is_tiered and tries else ' --from OTHER'}` mends it from"
-    mends = f"{repair} {'the other tiers' if is_tiered and tries else 'another copy of the run'}"
+    by_parity = any(one.mendable for copies in checked for one in copies.problems)
+    source = "its parity" if by_parity else "the other tiers" if is_tiered and tries else "another copy of the run"
+    known = by_parity or (is_tiered and tries)
+    mends = f"`ckpt repair {shlex.quote(root)}{'' if known else ' --from OTHER'}` mends it from {source}"
     whole = [one for copies in checked for one in copies.verdicts if one.ok and not one.forgotten and not one.partial]
     if not whole:
         return [

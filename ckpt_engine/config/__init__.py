@@ -83,7 +83,7 @@ class TierOptions(TypedDict, total=False):
     every: Duration
     every_n_steps: int
     replicate: int
-    parity: int
+    parity: int | Mapping[str, int]
     keep: KeepOptions | int
     protect: Mapping[str, int]
     bandwidth: Size
@@ -156,14 +156,19 @@ class RollbackOptions(TypedDict, total=False):
     at_most: int
 
 
-class ResumeOptions(TypedDict, total=False):
-    """The section `resume`."""
-
-    only: str | Sequence[str]
-    skip: str | Sequence[str]
-    map: Mapping[str, str]
-    override: Mapping[str, Any]
-    strict: bool
+ResumeOptions = TypedDict(
+    "ResumeOptions",
+    {
+        "from": str,
+        "only": str | Sequence[str],
+        "skip": str | Sequence[str],
+        "map": Mapping[str, str],
+        "override": Mapping[str, Any],
+        "strict": bool,
+    },
+    total=False,
+)
+"""The section `resume`, with `from`, which is a word of Python."""
 
 
 class Options(TypedDict, total=False):

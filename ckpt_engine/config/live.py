@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -77,11 +78,9 @@ class LiveFile:
         """The path, for messages."""
         self._options = dict(options)
         self._seen = self._mark()
-        self._found: Config | str | None = None
-        self._lock = threading.Lock()
+        self._found: deque[Config | str] = deque(maxlen=1)
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
-        self._owner = os.getpid()
 
     def start(self) -> None:
         """Begin to look."""
@@ -91,17 +90,12 @@ class LiveFile:
     def close(self) -> None:
         """Stop looking. Idempotent."""
         self._ending.set()
-        thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._owner:
-            thread.join(_END_SECONDS)
+        if self._thread is not None and self._thread.is_alive():  # in a process that was forked it is not
+            self._thread.join(_END_SECONDS)
 
     def take(self) -> Config | str | None:
         """What the file says since it was edited, or what is wrong with it; None: nothing new. Never waits."""
-        if self._found is None:
-            return None
-        with self._lock:  # what is found meanwhile is not thrown away with it
-            found, self._found = self._found, None
-        return found
+        return self._found.pop() if self._found else None
 
     def _run(self) -> None:
         before = self._seen
@@ -112,11 +106,9 @@ class LiveFile:
                 continue
             self._seen = mark
             try:
-                found: Config | str = load_config(self._path, **self._options)
+                self._found.append(load_config(self._path, **self._options))
             except ConfigError as err:
-                found = str(err)
-            with self._lock:
-                self._found = found
+                self._found.append(str(err))
 
     def _mark(self) -> tuple[int, int, int] | None:
         try:

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import SECTION, Config, Tier
+from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.config.reporting import Log, Status
-from ckpt_engine.config.sections import Best, Keep, Preemption, ResumeChanges, Section, Source
+from ckpt_engine.config.sections import Best, Keep, ParityParts, Preemption, ResumeChanges, Section, Source
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -60,12 +61,15 @@ _SECTIONS: Mapping[str, type[Section]] = {
     "keep": Keep,
     "keep.best": Best,
     "tiers": Tier,
+    "tiers.parity": ParityParts,
     "preemption": Preemption,
     "preemption.sources": Source,
     "status": Status,
     "log": Log,
     "resume": ResumeChanges,
 }
+_NO_MAPPING = ("model_type", "model_attributes_type", "dict_type")
+"""What pydantic calls the error of a value that is none."""
 _MAX_VALUE_CHARACTERS = 60
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 _INIT = "`ckpt init` writes a file that is right"
@@ -76,27 +80,50 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalar rules above instead of YAML 1.1's, and with bounds that no file of options meets.
 
     What an alias stands for counts each time: a few of them can stand for more than any memory holds.
+
+    Args:
+        file: the name of the file, for messages.
+
+    Attributes:
+        lines: the 1-based line of each key and list item.
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own class attribute
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, file: str) -> None:
         super().__init__(content)
-        self._nodes = self._depth = 0
+        self._file = file
+        self._nodes = 0
+        self._path: tuple[Any, ...] = ()
         self._sizes: dict[str, int] = {}
+        self.lines: dict[KeyPath, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, which is at `index` in its parent: a number, the node of its key, or None for a key itself.
+
+        Raises:
+            ConfigError: a mapping names a key twice; YAML readers would silently take the last one.
+        """
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        before, self._depth = self._nodes, self._depth + 1
+        before, outer = self._nodes, self._path
         is_alias, anchor = isinstance(event, yaml.AliasEvent), event.anchor
         if is_alias and anchor in self.anchors and anchor not in self._sizes:
             raise ComposerError(None, None, "an alias that contains itself", event.start_mark)
         self._nodes += self._sizes.get(anchor, 1) if is_alias else 1
-        if self._nodes > _MAX_NODES or self._depth > _MAX_DEPTH:
-            what = "nested too deeply" if self._depth > _MAX_DEPTH else f"more than {_MAX_NODES:,} keys and values"
+        if self._nodes > _MAX_NODES or len(outer) >= _MAX_DEPTH:
+            what = "nested too deeply" if len(outer) >= _MAX_DEPTH else f"more than {_MAX_NODES:,} keys and values"
             raise ComposerError(None, None, what, event.start_mark)
+        key = index if isinstance(index, yaml.Node) else None
+        self._path = (*outer, index if key is None else str(key.value))
+        here, line = self._path[1:], (event if key is None else key).start_mark.line + 1
+        if key is not None and here in self.lines and key.tag != "tag:yaml.org,2002:merge":
+            raise ConfigError(
+                f"{self._file}, line {line}: {_dotted(here)}: given twice, first on line {self.lines[here]}",
+                hint="leave one of them",
+            )
+        self.lines[here] = line
         node = super().compose_node(parent, index)
-        self._depth -= 1
+        self._path = outer
         if anchor is not None:
             self._sizes[anchor] = self._nodes - before
         return node
@@ -115,69 +142,43 @@ for _tag, _pattern, _first in _RULES:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """What a YAML file says. `lines` has the 1-based line of each key and list item."""
+class OptionSource:
+    """What somebody says of options.
 
+    Args:
+        name: of the file, or `options` for keywords and mappings.
+        value: what it says.
+        lines: of a file, the 1-based line of each key and list item.
+    """
+
+    name: str
     value: Any
-    lines: dict[KeyPath, int]
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
 
 
-def read_document(path: str | os.PathLike[str]) -> Document:
+def read_document(path: str | os.PathLike[str]) -> OptionSource:
     """Reads one YAML document.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, has several documents, names a key twice, or is far larger
             than options can be.
     """
+    name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as err:
-        raise ConfigError(f"{os.fspath(path)}: cannot be read: {err.strerror or err}") from err
+        raise ConfigError(f"{name}: cannot be read: {err.strerror or err}") from err
     if len(content) > _MAX_BYTES:
         line = content.count(b"\n") + 1
-        raise ConfigError(f"{os.fspath(path)}, line {line}: the file has more than {_MAX_BYTES:,} bytes", hint=_INIT)
+        raise ConfigError(f"{name}, line {line}: the file has more than {_MAX_BYTES:,} bytes", hint=_INIT)
     try:
-        loader = _Loader(content)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return Document(None, {})
-            lines = dict(_lines(node, (), set()))
-            return Document(loader.construct_document(node), lines)
-        finally:
-            loader.dispose()
-    except _DuplicateKeyError as err:
-        raise ConfigError(f"{os.fspath(path)}, {err}", hint="leave one of them") from err
+        loader = _Loader(content, name)
+        node = loader.get_single_node()
+        return OptionSource(name, node and loader.construct_document(node), loader.lines)
     except yaml.YAMLError as err:
         where = _where(err, content)
-        raise ConfigError(f"{os.fspath(path)}{where}: not valid YAML: {_shortened(_what(err))}", hint=_INIT) from err
-
-
-class _DuplicateKeyError(Exception):
-    """A mapping names a key twice; YAML readers would silently take the last one."""
-
-
-def _lines(node: yaml.Node, path: KeyPath, seen: set[int]) -> Iterator[tuple[KeyPath, int]]:
-    # A node reached twice is an alias; following it again would never end where it contains itself.
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.MappingNode):
-        first: dict[str, int] = {}
-        for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in first and key.tag != "tag:yaml.org,2002:merge":
-                raise _DuplicateKeyError(
-                    f"line {line}: {_dotted((*path, name))}: given twice, first on line {first[name]}"
-                )
-            first[name] = line
-            yield (*path, name), line
-            yield from _lines(value, (*path, name), seen)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield (*path, index), item.start_mark.line + 1
-            yield from _lines(item, (*path, index), seen)
+        raise ConfigError(f"{name}{where}: not valid YAML: {_shortened(_what(err))}", hint=_INIT) from err
 
 
 def _dotted(path: KeyPath) -> str:
@@ -203,18 +204,10 @@ def _what(err: yaml.YAMLError) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class OptionOrigin:
-    """Where options come from: a file with the lines of its keys, or `options` for keywords and mappings."""
-
-    name: str
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class OptionProblem:
     """One thing that is wrong, at one key."""
 
-    origin: OptionOrigin
+    source: OptionSource
     path: KeyPath
     text: str
 
@@ -222,42 +215,42 @@ class OptionProblem:
     def line(self) -> int | None:
         """The line of the key, or of the section where it is missing; None outside files."""
         outward = (self.path[:length] for length in range(len(self.path), 0, -1))
-        return next((self.origin.lines[path] for path in outward if path in self.origin.lines), None)
+        return next((self.source.lines[path] for path in outward if path in self.source.lines), None)
 
     def __str__(self) -> str:
-        where = self.origin.name if self.line is None else f"{self.origin.name}, line {self.line}"
+        where = self.source.name if self.line is None else f"{self.source.name}, line {self.line}"
         return f"{where}: {_dotted(self.path)}: {self.text}"
 
 
-def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list[OptionProblem]) -> Any:
+def plain_values(value: Any, path: KeyPath, source: OptionSource, problems: list[OptionProblem]) -> Any:
     """Mappings → dicts, sequences → lists, paths → texts; keys that are not texts become problems and are left out."""
     if len(path) > _MAX_DEPTH:
-        problems.append(OptionProblem(origin, path[:1], "nested too deeply; does it contain itself?"))
+        problems.append(OptionProblem(source, path[:1], "nested too deeply; does it contain itself?"))
         return None
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     try:
         value = _plain_number(value)
-        if origin.lines and path and path[-1] in _UNITS and re.fullmatch(r"[\d_.]+", str(value)):
-            problems.append(OptionProblem(origin, path, f"needs a unit, such as '{value} {_UNITS[path[-1]]}'"))
+        if source.lines and path and path[-1] in _UNITS and re.fullmatch(r"[\d_.]+", str(value)):
+            problems.append(OptionProblem(source, path, f"needs a unit, such as '{value} {_UNITS[path[-1]]}'"))
         if isinstance(value, os.PathLike):
             return os.fspath(value)
     except Exception as err:  # noqa: BLE001 - of a class of the user's
-        problems.append(OptionProblem(origin, path, f"a {type(value).__qualname__} cannot be read: {err!r:.80}"))
+        problems.append(OptionProblem(source, path, f"a {type(value).__qualname__} cannot be read: {err!r:.80}"))
         return None
     if isinstance(value, Mapping):
         plain = {}
         for key, item in value.items():
             if isinstance(key, str) and key.encode(errors="replace").decode() == key:
-                plain[key] = plain_values(item, (*path, key), origin, problems)
+                plain[key] = plain_values(item, (*path, key), source, problems)
             else:
                 name = str(key) if isinstance(key, bool | float) else shown(key)
                 text = f"a key must be a text, not the {type(key).__name__} {shown(key)}"
                 trap = ": YAML 1.1 reads an unquoted on, yes, off or no as a boolean; put it in quotes"
-                problems.append(OptionProblem(origin, (*path, name), text + trap * (key in (True, False))))
+                problems.append(OptionProblem(source, (*path, name), text + trap * (key in (True, False))))
         return plain
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        return [plain_values(item, (*path, index), origin, problems) for index, item in enumerate(value)]
+        return [plain_values(item, (*path, index), source, problems) for index, item in enumerate(value)]
     return value
 
 
@@ -273,20 +266,20 @@ def _plain_number(value: Any) -> Any:
 
 
 def explain(
-    error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, OptionOrigin], default: OptionOrigin
+    error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, OptionSource], default: OptionSource
 ) -> list[OptionProblem]:
     """The first problems behind a pydantic error, in the order of the options.
 
     Args:
         values: what was validated.
-        origins: where each top-level key of `values` comes from.
-        default: the origin of what is missing.
+        sources: where each top-level key of `values` comes from.
+        default: the source of what is missing.
     """
     problems = []
     for detail in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         loc: KeyPath = tuple(part for part in detail["loc"] if part != SECTION)
         path = _as_written(loc, values, detail["type"])
-        problems.append(OptionProblem(origins.get(str(path[0]), default), path, _text(detail, loc, path, values)))
+        problems.append(OptionProblem(sources.get(str(path[0]), default), path, _text(detail, loc, path, values)))
     return problems
 
 
@@ -296,13 +289,10 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
         return unknown_key(loc)
     if kind == "missing":
         return "missing; name a folder for the snapshots" if loc in (("tiers",), ("tiers", 0, "url")) else "missing"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        section = _section(loc)
-        text = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
-    elif kind == "tuple_type":
-        text = "must be a list"
-    else:
-        text = str(detail["msg"])
+    section = _section(loc)
+    mapping = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
+    of_kinds = {**dict.fromkeys(_NO_MAPPING, mapping), "tuple_type": "must be a list"}
+    text = of_kinds.get(kind, str(detail["msg"]))
     hint = detail.get("ctx", {}).get("hint", "")
     value: Any = values
     for part in path:
@@ -391,38 +381,35 @@ def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
         ConfigError: every problem, one per line, with its source, full key path and what is allowed.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    base, origin = _read(source)
-    if "tiers" in given and isinstance(source, str | os.PathLike) and not origin.lines and "tiers" in base:
+    base = _read(source)
+    keywords = OptionSource("options", given)
+    if "tiers" in given and isinstance(source, str | os.PathLike) and not base.lines and "tiers" in base.value:
         raise ConfigError(
             f"the place for snapshots is given twice: as {os.fspath(source)!r} and as the keyword 'tiers'",
             hint="give one of them",
         )
     problems: list[OptionProblem] = []
-    merged = plain_values(base, (), origin, problems) | plain_values(given, (), OptionOrigin("options"), problems)
-    origins = dict.fromkeys(base, origin) | dict.fromkeys(given, OptionOrigin("options"))
+    merged = plain_values(base.value, (), base, problems) | plain_values(given, (), keywords, problems)
+    sources = dict.fromkeys(base.value, base) | dict.fromkeys(given, keywords)
     try:
         config = Config.model_validate(merged)
     except ValidationError as err:
         count = len(problems) + err.error_count()
-        problems += explain(err, merged, origins, origin)
+        problems += explain(err, merged, sources, base)
         raise _error(problems, count) from None  # it says all that pydantic does
     if problems:
         raise _error(problems, len(problems))
-    if "CKPT_REHEARSAL" not in os.environ:
-        return config
-    from ckpt_engine.config.rehearsal import Rehearsal
-
     rehearsal = Rehearsal.of_environment()
     rehearsed = rehearsal.options(config.root_url, config.options()) if rehearsal is not None else None
     return config if rehearsed is None else load_config(rehearsed)
 
 
-def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
-    """The options in `source` and where they come from."""
+def _read(source: ConfigSource) -> OptionSource:
+    """The options in `source`."""
     if isinstance(source, Config):
-        return source.options(), OptionOrigin("options")
+        return OptionSource("options", source.options())
     if source is None or isinstance(source, Mapping):
-        return source or {}, OptionOrigin("options")
+        return OptionSource("options", source or {})
     text = _text_of(source)
     if text is None:
         raise ConfigError(
@@ -432,7 +419,7 @@ def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
     found = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111 - a ~ of no user names no file
     path = Path(found)
     if not text.isprintable() or path.suffix.lower() not in _YAML_SUFFIXES or "://" in text or _is(found, stat.S_ISDIR):
-        return {"tiers": text}, OptionOrigin("options")
+        return OptionSource("options", {"tiers": text})
     if not _is(found, stat.S_ISREG):  # a pipe would be waited for
         what = "no such file" if not _is(found, bool) else "not a regular file"
         raise ConfigError(f"{text}: {what}", hint="paths are relative to the working directory")
@@ -441,7 +428,7 @@ def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
         raise ConfigError(
             f"{text}: must contain a mapping such as 'tiers: /data/run1', not a bare value or list", hint=_INIT
         )
-    return document.value or {}, OptionOrigin(text, document.lines)
+    return OptionSource(text, document.value or {}, document.lines)
 
 
 def _is(path: str, kind: Callable[[int], bool]) -> bool:

@@ -5,10 +5,9 @@ A new option is one field here.
 
 from __future__ import annotations
 
-import os
 import re
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
@@ -25,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from ckpt_engine.config.locations import MEMORY, SCHEME, parse_location
 from ckpt_engine.config.option_types import (
     DURATION_SCHEMA,
     Count,
@@ -35,21 +35,26 @@ from ckpt_engine.config.option_types import (
     Rate,
     Share,
     checked,
-    nonempty_text,
     one_of,
-    option_error,
     parse_count,
     parse_duration_seconds,
     parse_wait_seconds,
     refuse,
-    without_variables,
 )
 from ckpt_engine.config.reporting import EventCalls, Log, Status
-from ckpt_engine.config.sections import Keep, KeepRules, Preemption, Protect, ResumeChanges, Rollback, Seal, Section
-from ckpt_engine.observe.units import LOGIN
+from ckpt_engine.config.sections import (
+    Keep,
+    KeepRules,
+    ParityParts,
+    Preemption,
+    Protect,
+    ResumeChanges,
+    Rollback,
+    Seal,
+    Section,
+)
 from ckpt_engine.plugins import CODECS, plugin
 
-MEMORY = "memory"
 SECTION = "section"
 """Tells pydantic that an option is a section here, and no word; no user writes it."""
 _OF_LIBRARIES = re.compile("(s3|gs|gcs|az|abfss?)://")
@@ -60,40 +65,6 @@ LEAST_PARITY = 3
 """Machines of a parity group; two take `replicate`."""
 _LOSSY = r"lossy|quanti[sz]ed?|(int|uint|q)-?[2-8]|(fp|float)-?(4|8|16)|bf-?16|bfloat16|float8.*|downcast|half"
 """What people call codecs that lose bits."""
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_ALMOST_URL = re.compile(
-    r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(s3a?|gc?s|az|abfss?|hdfs|hf|file)(?::/*|//)", re.IGNORECASE
-)
-"""Else a bucket would silently be a folder of this machine, which is lost with it."""
-_MAY_BE_SECRET = frozenset("@?#")
-"""Before the first may be a login, after the others a signature."""
-
-
-def _location(value: object) -> str:
-    """A storage URL, `memory`, or the absolute path of a folder, with variables of the environment and `~` replaced."""
-    text = without_variables(nonempty_text(value))
-    scheme = _SCHEME.match(text)
-    if text == MEMORY:
-        return text
-    if scheme is None:
-        if (almost := _ALMOST_URL.match(text)) is not None:
-            if not _MAY_BE_SECRET.isdisjoint(text):
-                raise ValueError("a URL has a colon and two slashes; it is not shown, as it may contain a password")
-            url = f"{almost[1] or almost[2]}://{text[almost.end() :]}"
-            raise ValueError(f"a URL has a colon and two slashes: {url}; a folder of that name: ./{text}")
-        if "://" in text:
-            raise ValueError("a URL begins with its scheme, such as s3://bucket/run, and no folder has :// in its name")
-        try:
-            folder = Path(text).expanduser()
-        except RuntimeError:
-            raise ValueError(f"no home folder is known for a leading ~; a folder of that name: ./{text}") from None
-        return str(Path(os.path.abspath(folder)))  # noqa: PTH100 - `..` is folded, links are not followed
-    if LOGIN.match(text[scheme.end() :]):
-        # Not with the value: it is logged, and it names the place in reports.
-        raise ValueError("must not contain a password; put credentials in storage_options or in the environment")
-    if scheme[1].lower() == "file" and not text[scheme.end() :].startswith("/"):
-        raise ValueError("a file URL has three slashes: file:///folder")
-    return text
 
 
 def _tier_list(value: object) -> object:
@@ -111,25 +82,28 @@ def _options(value: object) -> dict[str, Any]:
 
 def _not_lossy(value: object) -> object:
     """Everything but codecs that lose bits, which resuming exactly does not allow."""
-    if isinstance(value, str) and re.fullmatch(_LOSSY, value.lower()):
-        raise option_error(
-            f"{value!r} would lose bits, and the run its exactness: all codecs are lossless; delta is the smallest"
+    is_lossy = isinstance(value, str) and re.fullmatch(_LOSSY, value.lower())
+    refuse(
+        (
+            is_lossy,
+            f"{value!r} would lose bits, and the run its exactness: all codecs are lossless; delta is the smallest",
         )
+    )
     return value
 
 
 def _of_a_package(codec: str) -> bool:
     """Whether an installed package registers this codec, and it encodes a tensor by itself."""
     made = plugin(CODECS, codec)
-    if made is not None and made.needs_base:
-        raise option_error(f"the codec {codec!r} needs the bytes of an older snapshot, which only ours are given")
+    needs_base = made is not None and made.needs_base
+    refuse((needs_base, f"the codec {codec!r} needs the bytes of an older snapshot, which only ours are given"))
     return made is not None
 
 
 class Tier(Section):
     """A place for snapshots."""
 
-    url: Annotated[str, checked(_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
+    url: Annotated[str, checked(parse_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
         description="A folder, relative to the working directory if not absolute, or a storage URL such as "
         "s3://bucket/run, or memory. Environment variables and a leading ~ are replaced."
     )
@@ -141,9 +115,16 @@ class Tier(Section):
         default=None,
         description="Of the memory tier of several machines: so many further machines have each rank's share (1).",
     )
-    parity: Count | None = Field(
+    parity: (
+        Annotated[
+            Annotated[Count, Tag("count")] | Annotated[ParityParts, Tag(SECTION)],
+            Discriminator(lambda value: SECTION if isinstance(value, dict | ParityParts) else "count"),
+        ]
+        | None
+    ) = Field(
         default=None,
-        description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares.",
+        description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares. "
+        "Of another tier: how many parts of a data file may be lost, such as {data: 8, parity: 2}.",
     )
     keep: KeepRules | None = Field(default=None, description="Retention of this tier, instead of the general one.")
     protect: Protect | None = Field(default=None, description="The same of this tier, instead of the general one.")
@@ -173,9 +154,14 @@ class Tier(Section):
     seal: Seal | None = Field(default=None, description="How this tier is sealed, instead of the general way.")
 
     @property
+    def parts(self) -> tuple[int, int] | None:
+        """Of a tier with parity of its data files: into how many ranges, and how many parts of parity."""
+        return (self.parity.data, self.parity.parity) if isinstance(self.parity, ParityParts) else None
+
+    @property
     def is_folder(self) -> bool:
         """Whether it is a folder of this machine, or one that looks so."""
-        scheme = _SCHEME.match(self.url)
+        scheme = SCHEME.match(self.url)
         return scheme is None or scheme[1].lower() == "file"
 
     def for_storage(self) -> dict[str, Any]:
@@ -195,8 +181,8 @@ class Tier(Section):
         if _OF_LIBRARIES.match(self.url) and self.storage_options.get("transport") != "obstore":
             from ckpt_engine.config.other_names import OTHER_STORAGE_NAMES  # only a store needs it
 
-            for name in self.storage_options.keys() & OTHER_STORAGE_NAMES.keys():
-                refuse((True, f"{name} in storage_options is called {OTHER_STORAGE_NAMES[name]} here"))
+            called = {name: OTHER_STORAGE_NAMES.get(name) for name in self.storage_options}
+            refuse(*((here, f"{name} in storage_options is called {here} here") for name, here in called.items()))
         refuse(
             (self.every is not None and self.every_n_steps is not None, "give either every or every_n_steps"),
             (
@@ -208,17 +194,18 @@ class Tier(Section):
                 "replicate is 1, and for the memory tier only",
             ),
             (
-                parity is not None and (not is_memory or parity < LEAST_PARITY),
+                isinstance(parity, int) and (not is_memory or parity < LEAST_PARITY),
                 f"parity is a number of machines from {LEAST_PARITY} on, and for the memory tier only; "
-                "two machines take replicate: 1",
+                "two machines take replicate: 1, another tier takes {data: 8, parity: 2}",
+            ),
+            (is_memory and isinstance(parity, ParityParts), "parity of the memory tier is a number of machines"),
+            (
+                isinstance(parity, ParityParts) and find_spec("pyeclib") is None,
+                "parity needs pyeclib: pip install 'ckpt-engine[parity]'",
             ),
             (replicate is not None and parity is not None, "give either replicate or parity"),
         )
         return self
-
-
-_Places = str | Tier | Annotated[list[str | Tier], MinLen(1)]
-"""What `_tier_list` takes."""
 
 
 class Tiers(tuple[Tier, ...]):
@@ -230,7 +217,7 @@ class Tiers(tuple[Tier, ...]):
     def of(cls, listed: tuple[Tier, ...]) -> Self:
         """The tiers as they are written, `memory` first among them or not there at all."""
         tiers = cls(tier for tier in listed if tier.url != MEMORY)
-        tiers.memory = listed[0] if listed[0].url == MEMORY else None
+        tiers.memory = next((tier for tier in listed if tier.url == MEMORY), None)
         return tiers
 
     @property
@@ -293,9 +280,10 @@ class Config(Section):
     keep: KeepRules = Field(default_factory=Keep, description="Which snapshots are kept.")
     protect: Protect | None = Field(default=None, description="How long every snapshot stays, whatever retention says.")
     seal: Seal | None = Field(default=None, description="Encrypt and sign all that is written; see docs/seal.md.")
-    tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list, json_schema_input_type=_Places)] = Field(
-        description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
-    )
+    tiers: Annotated[
+        tuple[Tier, ...],
+        BeforeValidator(_tier_list, json_schema_input_type=str | Tier | Annotated[list[str | Tier], MinLen(1)]),
+    ] = Field(description="Where snapshots go: a folder or storage URL, or a list of these, nearest first.")
     preemption: Preemption = Field(
         default_factory=Preemption, description="Who may stop the run, and how long it then has."
     )
@@ -385,17 +373,22 @@ class Config(Section):
     @field_validator("tiers", mode="after")
     @classmethod
     def _tiers_fit_together(cls, listed: tuple[Tier, ...], info: ValidationInfo) -> Tiers:
-        own = {name: info.data[name] for name in ("protect", "seal") if info.data.get(name) is not None}
+        general = {name: info.data[name] for name in ("protect", "seal") if info.data.get(name) is not None}
         listed = tuple(
-            one.model_copy(update={name: own[name] for name in own if one.url != MEMORY and not getattr(one, name)})
-            for one in listed
+            tier.model_copy(update={name: given for name, given in general.items() if getattr(tier, name) is None})
+            if tier.url != MEMORY
+            else tier
+            for tier in listed
         )
-        if any(tier.url == MEMORY for tier in listed[1:]):
-            raise option_error("the memory tier is the nearest one: it comes first, and once")
-        tiers = Tiers.of(listed) if listed else None
-        if not tiers:
-            more = ", too: memory does not outlive the machine" if listed else ""
-            raise option_error(f"must name a folder or storage URL{more}")
+        tiers = Tiers.of(listed)
+        more = ", too: memory does not outlive the machine" if listed else ""
+        refuse(
+            (
+                any(tier.url == MEMORY for tier in listed[1:]),
+                "the memory tier is the nearest one: it comes first, and once",
+            ),
+            (not tiers, f"must name a folder or storage URL{more}"),
+        )
         first, places = tiers[0], {tier.url.rstrip("/") for tier in tiers}
         given = [name for name in ("every", "every_n_steps") if getattr(first, name) is not None]
         refuse(
@@ -416,26 +409,26 @@ class Config(Section):
     def _tiers_as_written(self, tiers: tuple[Tier, ...], serialize: SerializerFunctionWrapHandler) -> Any:
         return serialize(tiers.listed if isinstance(tiers, Tiers) else tiers)
 
-    @field_validator("rollback", mode="after")
+    @field_validator("rollback", "writer", "slots", mode="after")
     @classmethod
-    def _rollback_is_a_guard(cls, rollback: Rollback | None, info: ValidationInfo) -> Rollback | None:
-        if rollback is not None and info.data.get("guard", "off") != "off":
-            raise option_error("is a guard itself: remove guard")
-        return rollback
-
-    @field_validator("writer", mode="after")
-    @classmethod
-    def _memory_needs_a_process(cls, writer: str, info: ValidationInfo) -> str:
-        if writer == "thread" and _has_memory(info):
-            raise option_error("the memory tier needs a writer that outlives the trainer: must be 'process'")
-        return writer
-
-    @field_validator("slots", mode="after")
-    @classmethod
-    def _memory_needs_two_slots(cls, slots: int, info: ValidationInfo) -> int:
-        if slots < 2 and _has_memory(info):
-            raise option_error("must be at least 2 with the memory tier: one snapshot in it is always complete")
-        return slots
+    def _fits_the_options_before(cls, value: Any, info: ValidationInfo) -> Any:
+        has_memory = getattr(info.data.get("tiers"), "memory", None) is not None
+        rules: dict[str | None, tuple[object, str]] = {
+            "rollback": (
+                value is not None and info.data.get("guard", "off") != "off",
+                "is a guard itself: remove guard",
+            ),
+            "writer": (
+                has_memory and value == "thread",
+                "the memory tier needs a writer that outlives the trainer: must be 'process'",
+            ),
+            "slots": (
+                has_memory and value == 1,
+                "must be at least 2 with the memory tier: one snapshot in it is always complete",
+            ),
+        }
+        refuse(rules[info.field_name])
+        return value
 
     @property
     def memory(self) -> Tier | None:
@@ -475,11 +468,6 @@ class Config(Section):
     def options(self) -> dict[str, Any]:
         """The options that were given, as JSON values; `load_config` makes an equal `Config` of them."""
         return self.model_dump(mode="json", exclude_unset=True)
-
-
-def _has_memory(info: ValidationInfo) -> bool:
-    tiers = info.data.get("tiers")
-    return isinstance(tiers, Tiers) and tiers.memory is not None
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(Config.model_fields)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Annotated
@@ -23,8 +23,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
-"""What `os.path.expandvars` replaces."""
 _NUMBER = r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 _TERM = re.compile(rf"\s*({_NUMBER})\s*([A-Za-zµ]*)")
 SECONDS_PER_UNIT: Mapping[str, float] = {
@@ -316,21 +314,18 @@ def web_address(value: object) -> str:
         ValueError: anything else.
     """
     text = nonempty_text(value)
-    try:
+    with suppress(ValueError):  # such as half of an IPv6 address, or a port that is no number
         parts = urlsplit(text)
-        usable = (
+        if (
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
             and parts.username is None
             and parts.port != 0
             and text.isprintable()
             and len(text.split()) == 1
-        )
-    except ValueError:  # such as half of an IPv6 address, or a port that is no number
-        usable = False
-    if not usable:
-        raise ValueError("must be a URL that starts with http:// or https:// and names a host, without a user")
-    return text
+        ):
+            return text
+    raise ValueError("must be a URL that starts with http:// or https:// and names a host, without a user")
 
 
 def parse_expression(value: object) -> str:
@@ -429,16 +424,3 @@ Patterns = Annotated[
     checked(_patterns),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
 ]
-
-
-def without_variables(text: str) -> str:
-    """The text with `$NAME` and `${NAME}` replaced by what the environment says.
-
-    Raises:
-        ValueError: a variable is not set, or empty: what is left would be another place.
-    """
-    for found in _VARIABLE.finditer(text):
-        name = found[1] or found[2]
-        if not os.environ.get(name):
-            raise ValueError(f"the environment variable {name} is not set: set it, or write the place itself")
-    return os.path.expandvars(text)

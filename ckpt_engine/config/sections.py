@@ -57,6 +57,13 @@ class Protect(Section):
     days: Count = Field(description="Days from when a snapshot was taken. An S3 bucket with Object Lock enforces them.")
 
 
+class ParityParts(Section):
+    """How many lost parts of a data file can be made again."""
+
+    data: Count = Field(default=8, le=24, description="Ranges that each data file is cut into (at most 24).")
+    parity: Count = Field(default=2, le=8, description="So many of them may be lost or damaged (at most 8).")
+
+
 class Rules(Section):
     """What is kept: everything that any of these rules wants."""
 

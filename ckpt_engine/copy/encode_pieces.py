@@ -10,11 +10,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
-from queue import SimpleQueue
-from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
 from ckpt_engine.copy.sharing_bounds import SharingBounds
@@ -24,7 +23,7 @@ from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, get_codec, get_group_codec
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder
+from ckpt_engine.store.decode import BufferPool, Decoder
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece
 
 THREADS = max(1, min(4, os.cpu_count() or 1))
@@ -48,6 +47,7 @@ _PART_NUMBERS = 10**12
 """Parts that are named by what they hold have numbers from here on: no others do."""
 
 
+@dataclass(eq=False)
 class Encoder:
     """Encodes the jobs of one copy.
 
@@ -58,28 +58,19 @@ class Encoder:
         view: as `decoder`, without a copy.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        planned: WritePlan,
-        decoder: Decoder,
-        bases: Bases,
-        pick: Pick,
-        view: View | None = None,
-    ) -> None:
-        self._manifest = manifest
-        self._planned = planned
-        self._decoder = decoder
-        self._bases = bases
-        self._pick = pick
-        self._view = view
-        self._dense: set[str] = set()
-        """Entries of which a piece has changed in most rows: the others are not tried."""
-        self._rooms = threading.local()
-        self._group_rooms: SimpleQueue[dict[int, bytearray]] = SimpleQueue()
-        for _ in range(GROUPS_AT_ONCE):
-            self._group_rooms.put({})
-        self._steps: dict[str, float | None] = {}
+    _manifest: Manifest
+    _planned: WritePlan
+    _decoder: Decoder
+    _bases: Bases
+    _pick: Pick
+    _view: View | None = None
+    _dense: set[str] = field(default_factory=set, init=False)
+    """Entries of which a piece has changed in most rows: the others are not tried."""
+    _memory: BufferPool = field(default_factory=BufferPool, init=False)
+    _groups_at_once: threading.Semaphore = field(
+        default_factory=partial(threading.Semaphore, GROUPS_AT_ONCE), init=False
+    )
+    _steps: dict[str, float | None] = field(default_factory=dict, init=False)
 
     def ahead(self) -> Iterator[list[EncodedPiece]]:
         """The parts of the plan, encoded; while one is in use the next one is worked on.
@@ -101,11 +92,9 @@ class Encoder:
 
     def _encode(self, job: Job) -> list[EncodedPiece]:
         if job.adam is not None and all(self._tried(one) == DELTA for one in job.work):
-            rooms = self._group_rooms.get()  # others give theirs back: what they do with it is bounded
-            try:
+            sizes = [one.piece.raw_nbytes for one in job.work]
+            with self._groups_at_once, self._memory.lend(*sizes, *sizes) as rooms:
                 found = self._encode_group(job.work, job.adam, rooms)
-            finally:
-                self._group_rooms.put(rooms)
             if found is not None:
                 return found
         return [self._encode_one(one) for one in job.work]
@@ -138,22 +127,26 @@ class Encoder:
         tries = [(ROWS, rows)] if rows is not None else []
         if not over.rows and tried == DELTA:
             tries.append(("delta-byteplane-zstd", self._chunk(work)))
-        base = _room(self._rooms.__dict__, "base", data.nbytes)
-        if not tries or not self._bases.read(work.name, work.start, over, base):
-            return None
-        for codec, chunk in tries:
-            stored = get_codec(codec).encode(data, chunk, base)
-            if stored is not None and _is_worth_it([over], [stored], self._planned.bounds):
-                get_codec(codec).decode(memoryview(stored), base, base)
-                return (codec, stored) if digest(base) == content else None
-            if stored is None and tried == ROWS:
-                self._dense.add(work.name)
+        with self._memory.lend(data.nbytes) as (base,):
+            if not tries or not self._bases.read(work.name, work.start, over, base):
+                return None
+            for codec, chunk in tries:
+                stored = get_codec(codec).encode(data, chunk, base)
+                if stored is not None and _is_worth_it([over], [stored], self._planned.bounds):
+                    get_codec(codec).decode(memoryview(stored), base, base)
+                    return (codec, stored) if digest(base) == content else None
+                if stored is None and tried == ROWS:
+                    self._dense.add(work.name)
         return None
 
     def _encode_group(
-        self, work: Sequence[Work], adam: AdamGroup, rooms: dict[int, bytearray]
+        self, work: Sequence[Work], adam: AdamGroup, rooms: Sequence[memoryview]
     ) -> list[EncodedPiece] | None:
-        """Moments and weights together; None: they are not one step of Adam later, or not worth it."""
+        """Moments and weights together; None: they are not one step of Adam later, or not worth it.
+
+        Args:
+            rooms: memory for two arrays of each.
+        """
         step = self._step(adam.step)
         if step is None:
             return None
@@ -161,7 +154,7 @@ class Encoder:
         codec = get_group_codec(ADAM)
         arrays = [self._read(one) for one in work]
         contents = [one.piece.content_digest or digest(data) for one, data in zip(work, arrays, strict=True)]
-        bases = [_room(rooms, number, data.nbytes) for number, data in enumerate(arrays)]
+        bases, decoded = rooms[: len(work)], rooms[len(work) :]
         overs = [one.over for one in work if one.over is not None]
         for one, over, base in zip(work, overs, bases, strict=True):
             if not self._bases.read(one.name, one.start, over, base):
@@ -172,7 +165,7 @@ class Encoder:
             return None
         # Memory of the codec, which it uses again.
         stored = {role: memoryview(data) for role, data in made.items()}
-        outs = {role: _room(rooms, 3 + number, arrays[0].nbytes) for number, role in enumerate(codec.roles)}
+        outs = dict(zip(codec.roles, decoded, strict=True))
         codec.decode(stored, outs, named[1])
         if [digest(outs[role]) for role in codec.roles] != contents:
             return None
@@ -217,13 +210,6 @@ class Encoder:
 
     def _tried(self, work: Work) -> str:
         return self._pick(self._manifest.entries[work.name].dtype)
-
-
-def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
-    """Memory that is used again."""
-    if len(kept.get(key, b"")) < nbytes:
-        kept[key] = bytearray(nbytes)
-    return memoryview(kept[key])[:nbytes]
 
 
 def in_rows(name: str, entry: Entry, piece: Piece) -> Chunk | None:

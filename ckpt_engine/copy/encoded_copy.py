@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, eq
 
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.codec_selector import EncodeStats
@@ -25,7 +24,6 @@ from ckpt_engine.copy.write_plan import (
     ROWS,
     Bases,
     WritePlan,
-    contents_of,
     decide_sound,
     older_than,
     paired,
@@ -43,9 +41,14 @@ from ckpt_engine.store.storage.watchdog import CallProgress, GuardedReader
 
 SMALL_BYTES = 64 << 20
 """Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
-SAMPLES = 8
 ROW_SAMPLES = 4
 """Rows of an entry that are looked at first."""
+GLANCES, GLANCE_BYTES = 8, 64
+"""So many places of a piece, and bytes at each of them, are compared with those of earlier images."""
+GLANCE_PAGE_BYTES = 4096
+"""These places are at least so far apart."""
+Glances = Mapping[tuple[str, int], tuple[int, tuple[bytes, ...]]]
+"""Of an image, by entry and number of the piece: the size of the piece, and its bytes at a few places."""
 
 
 def put_encoded(
@@ -207,7 +210,7 @@ class DedupBaseline:
     """What one repository is known to have already, by which the next snapshot of one writer is planned.
 
     The image is digested before it is written only where that is likely to spare writing: if it did for the snapshot
-    before, or if samples of it are unchanged. Else digesting runs beside writing.
+    before, or if some of its bytes are those of earlier images. Else digesting runs beside writing.
 
     Args:
         repository: that is written to.
@@ -221,6 +224,8 @@ class DedupBaseline:
         self._rows_from = aside if repository.storage.capabilities.cheap_reads else None
         """Where reading older data back costs little; else only whole pieces are spared."""
         self._older: list[Manifest] = []
+        self._seen: list[Glances] = []
+        """Of the newest images that were looked at, the newest first."""
         self._expects = False
 
     def contents(self, staged: Staged) -> Encoded | None:
@@ -330,29 +335,34 @@ class DedupBaseline:
         if self._expects or staged.digests.known is not None or staged.cut_layout.nbytes <= SMALL_BYTES:
             return True
         with staged.slot.image(staged.nbytes) as image:
-            return _seems_to_repeat(staged.cut_layout, image) or self._samples_are_there(staged.cut_layout.blank, image)
+            seen = _glances(staged.cut_layout, image)
+        before, self._seen = self._seen, [seen, *self._seen][:REACH]
+        if self._older and not before:
+            return True  # an earlier process has written it, and its bytes would have to be read
+        spared, bounds = self._repeated_bytes(seen, before), write_plan.PLAIN
+        return spared >= max(bounds.least_bytes, bounds.least_share * staged.cut_layout.nbytes)
 
-    def _samples_are_there(self, entries: Mapping[str, Entry], image: memoryview) -> bool:
-        """Whether one of a few pieces is unchanged, or has changed in few rows."""
-        pieces = [(piece.offset, name, piece) for name, entry in entries.items() for piece in entry.pieces]
-        known = set[str]().union(*map(contents_of, self._older))
-        for number in range(SAMPLES if self._older else 0):
-            # Evenly over the bytes: it is bytes that are to be spared.
-            middle = len(image) * (2 * number + 1) // (2 * SAMPLES)
-            _, name, piece = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
-            with image[piece.offset : piece.offset + piece.nbytes] as part:
-                if digest(part) in known:
-                    return True
-            pairs = paired(entries[name], self._older[0].entries.get(name))
-            old = next((old for _, new, old in pairs if new is piece), None)
-            if old is not None and self._in_few_rows(name, entries[name], piece, old, self._older[0], image):
-                return True
-        return False
+    def _repeated_bytes(self, seen: Glances, before: Sequence[Glances]) -> float:
+        """How much of an image seems to be there: whole pieces at any place, and rows at the place that they had."""
+        known = {glance for glances in before for glance in glances.values()}
+        newest: Glances = before[0] if before and self._rows_from is not None else {}
+        found = 0.0
+        for place, glance in seen.items():
+            nbytes, here = glance
+            if glance in known:
+                found += nbytes
+            elif place in newest:
+                found += nbytes * sum(map(eq, here, newest[place][1])) / len(here)
+            known.add(glance)
+        return found
 
 
-def _seems_to_repeat(cut_layout: CutLayout, image: memoryview) -> bool:
-    """Whether entries that are worth it seem to have the same bytes, as far as a few bytes of each tell."""
-    first = [(entry.nbytes, entry.pieces[0].offset) for entry in cut_layout.blank.values() if entry.pieces]
-    glances = {(size, bytes(image[at : at + size : max(1, size // (4 * SAMPLES))])): size for size, at in first}
-    spared, bounds = cut_layout.nbytes - sum(glances.values()), write_plan.PLAIN
-    return spared >= max(bounds.least_bytes, bounds.least_share * cut_layout.nbytes)
+def _glances(cut_layout: CutLayout, image: memoryview) -> Glances:
+    found = {}
+    for entry, extents in zip(cut_layout.layout.entries, cut_layout.extents, strict=True):
+        for number, one in enumerate(extents):
+            piece = image[one]
+            step = max(GLANCE_PAGE_BYTES, len(piece) // GLANCES)
+            here = tuple(bytes(piece[at : at + GLANCE_BYTES]) for at in range(0, len(piece), step))
+            found[entry.name, number] = len(piece), here
+    return found

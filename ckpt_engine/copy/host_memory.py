@@ -97,14 +97,12 @@ def shared_memory(name: str, nbytes: int) -> tuple[int, memoryview]:
     Raises:
         StateError: the system refuses it.
     """
-    fd = -1
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(fd, max(1, nbytes))
-        return fd, shared_bytes(fd, nbytes, writable=True)
+        with on_failure(partial(os.close, fd)):
+            os.ftruncate(fd, max(1, nbytes))
+            return fd, shared_bytes(fd, nbytes, writable=True)
     except OSError as err:
-        if fd >= 0:
-            os.close(fd)
         raise StateError(
             f"cannot reserve {size(nbytes)} of host memory: {err.strerror}", hint=_WAYS_OUT.get(err.errno or 0, _LESS)
         ) from err

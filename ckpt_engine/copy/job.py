@@ -228,6 +228,7 @@ class TierConfig:
         bandwidth_bytes_per_second: None: no limit.
         fatal: its failures stop training instead of being reported.
         codec: how it stores what it gets: a codec's name, or `auto`.
+        parity: how its data files get parity, as `add_parity.parts_of`; None: they get none.
     """
 
     url: str
@@ -238,6 +239,7 @@ class TierConfig:
     bandwidth_bytes_per_second: float | None = None
     fatal: bool = False
     codec: str = "raw"
+    parity: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +316,7 @@ class WriterConfig:
         linger_seconds: how long it keeps serving that once it is durable.
         ranks: who writes the run together.
         codec: how snapshots are stored at `url`: a codec's name, or `delta`.
+        parity: as of `TierConfig`.
         on: a command or a webhook by event, `timeout` in seconds, and the `folder` in which commands run; see `hooks`.
     """
 
@@ -330,6 +333,7 @@ class WriterConfig:
     linger_seconds: float = 0.0
     ranks: RankConfig = ALONE
     codec: str = "raw"
+    parity: tuple[int, int] | None = None
     on: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 

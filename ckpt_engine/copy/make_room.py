@@ -493,8 +493,9 @@ def measure(repository: Repository) -> Usage:
     listed = list(repository.storage.list(""))
     repository.learn(listed)
     for item in listed:
-        if names.data_owner(item.name):
-            data[item.name] = item.nbytes
+        file = names.data_file_of(item.name)
+        if names.data_owner(file):
+            data[file] = data.get(file, 0) + item.nbytes
         elif parsed := names.manifest_id(item.name):
             manifests[parsed.id] = item.nbytes
         elif names.is_ours(item.name):

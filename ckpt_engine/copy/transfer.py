@@ -128,7 +128,7 @@ def copy_data(
 def _damaged(target: Storage, manifest: Manifest, there: Sequence[bool]) -> int | None:
     """The number of a data file at the target that is damaged; each snapshot has one piece of another one read back."""
     pieces = [
-        (index, piece) for index, is_there in enumerate(there) if is_there for piece in _pieces_of(manifest, index)
+        (index, piece) for index, is_there in enumerate(there) if is_there for piece in pieces_of(manifest, index)
     ]
     if not pieces:
         return None
@@ -217,7 +217,7 @@ def _copy_file(
         exclusive: False: it takes the place of a damaged one.
     """
     file = manifest.files[index]
-    pieces = _pieces_of(manifest, index)
+    pieces = pieces_of(manifest, index)
     folder = sink.capabilities.folder
     if exclusive and folder is not None and source.capabilities.folder is None:
         return _stream(source, folder, file, pieces)
@@ -305,11 +305,17 @@ def mapped(
     """
     folder = source.capabilities.folder
     # A scratch file has no name, and is gone when it is unmapped.
-    memory = scratch_file(scratch, file.nbytes) if folder is None else _map_local(folder, file, pieces)
+    with viewed(scratch_file(scratch, file.nbytes) if folder is None else _map_local(folder, file, pieces)) as image:
+        if folder is None:
+            _fetch(source, file, pieces, image)
+        yield image
+
+
+@contextmanager
+def viewed(memory: mmap.mmap) -> Iterator[memoryview]:
+    """The bytes of mapped memory, which is unmapped afterwards."""
     try:
         with memoryview(memory) as image:
-            if folder is None:
-                _fetch(source, file, pieces, image)
             yield image
     finally:
         # The frames of what was raised, also in a thread, may still hold views: then the memory goes with them.
@@ -343,7 +349,8 @@ def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], image: memo
             _require_digest(file, piece, part)
 
 
-def _pieces_of(manifest: Manifest, index: int) -> list[Piece]:
+def pieces_of(manifest: Manifest, index: int) -> list[Piece]:
+    """The pieces that a manifest names in one of its data files, in order."""
     found = {(piece.offset, piece.nbytes): piece for _, piece in stored_pieces(manifest) if piece.file == index}
     return [found[key] for key in sorted(found)]
 

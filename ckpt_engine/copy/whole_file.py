@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from ckpt_engine.copy.transfer import scratch_file, scratch_of
+from ckpt_engine.copy.add_parity import encoded
+from ckpt_engine.copy.file_parity import restored
+from ckpt_engine.copy.transfer import mapped, scratch_file, scratch_of, viewed
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
@@ -28,26 +30,25 @@ def whole_file(place: Repository, sources: Sequence[Repository], name: str) -> I
         CorruptError: no place has them.
         StorageMissingError: no snapshot of the place needs them.
     """
-    if (owner := names.manifest_id(name)) is not None:
+    if (owner := names.manifest_id(name) or names.copy_id(name)) is not None:
         yield _manifest(place, sources, owner.id)
         return
-    file, needed = _needed(place, name)
-    memory = scratch_file(scratch_of(place.storage), file.nbytes)
-    try:
-        with memoryview(memory) as image:
-            yield image, _fill(place, sources, file, needed, image)
-    finally:
-        with suppress(BufferError):  # what was raised may still hold views
-            memory.close()
+    file, needed = _needed(place, names.data_file_of(name))
+    if (parity := names.parity_of(name)) is not None:
+        with mapped(place.storage, file, list(needed)) as image, encoded(place.storage, parity, image) as made:
+            yield made, f"{place.storage.url}/{file.name}"
+        return
+    with viewed(scratch_file(scratch_of(place.storage), file.nbytes)) as image:
+        yield image, _fill(place, sources, file, needed, image)
 
 
 def _manifest(place: Repository, sources: Sequence[Repository], snapshot: str) -> tuple[memoryview, str]:
-    """The manifest of a source of the same run whose data files the place has."""
-    for source in sources:
+    """The manifest of the place, or of a source of the same run, whose data files the place has."""
+    for source in (place, *sources):
         with suppress(CkptError):
             manifest, text = source.read_text(snapshot)
             ours = place.run_of_manifests() or place.run_id  # a fork has the snapshots of its origin by the same ids
-            if manifest.run == ours and not lacking(place.storage, manifest.files):
+            if manifest.run == ours and (source is place or not lacking(place.storage, manifest.files)):
                 return memoryview(text), source.storage.url
     raise CorruptError(f"no place has the manifest of {snapshot}")
 
@@ -82,6 +83,9 @@ def _fill(
     def part_of(piece: Piece) -> memoryview:
         return image[piece.offset : piece.offset + piece.nbytes]
 
+    made_by = restored(place.storage, file.name, out=image)
+    if made_by is not None and all(digest(part_of(piece)) == piece.digest for piece in needed):
+        return made_by
     every = (place, *sources)
     # What is left of a file that no place has whole is the last resort: at least its header has to be.
     for base, least in (*((one, file.nbytes) for one in every), (place, 1)):

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,20 +46,20 @@ MOST_PART_PIECES = 1 << 18
 
 @dataclass(eq=False)
 class ArenaSlot:
-    """One shared buffer. It stays alive while it is retained, whatever becomes of the trainer. Thread safe.
+    """One shared buffer. It is there as long as this object, whatever becomes of the trainer. Thread safe.
 
     Args:
         fd: a descriptor of the buffer, owned by this object from now on.
         nbytes: its size.
-
-    It is made with one reference.
     """
 
     _fd: int
     _nbytes: int
     _memory: memoryview | None = field(default=None, init=False)
-    _users: int = field(default=1, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self._fd).atexit = False
 
     @contextmanager
     def image(self, nbytes: int) -> Iterator[memoryview]:
@@ -89,30 +90,7 @@ class ArenaSlot:
         Raises:
             OSError: the system refuses.
         """
-        with self._lock:
-            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
-
-    def retain(self) -> None:
-        """Keep the memory until one more `release`."""
-        with self._lock:
-            self._users += 1
-
-    def release(self) -> None:
-        """Let go of the memory, once for each time it was retained."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._memory = None
-                os.close(self._fd)
-                self._fd = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of bytes of a file."""
-
-    offset: int
-    nbytes: int
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:
@@ -122,7 +100,7 @@ def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:
     return max(LEAST_PIECE_BYTES, nbytes // MOST_PART_PIECES)
 
 
-def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: int = PIECE_BYTES) -> tuple[Extent, ...]:
+def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: int = PIECE_BYTES) -> tuple[slice, ...]:
     """Where the pieces of an entry are: in order, without gaps, each of at most `most_bytes`.
 
     Pieces are whole rows (first dimension), so that a change of some rows changes few pieces; rows bigger than a piece
@@ -139,9 +117,8 @@ def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: in
     if rows and entry.nbytes % rows == 0 and 0 < entry.nbytes // rows <= step:
         row_bytes = entry.nbytes // rows
         step = step // row_bytes * row_bytes
-    return tuple(
-        Extent(entry.offset + start, min(step, entry.nbytes - start)) for start in range(0, entry.nbytes, step)
-    )
+    end = entry.offset + entry.nbytes
+    return tuple(slice(start, min(start + step, end)) for start in range(entry.offset, end, step))
 
 
 @dataclass(frozen=True)
@@ -154,7 +131,7 @@ class CutLayout:
     """
 
     layout: Layout
-    extents: tuple[tuple[Extent, ...], ...]
+    extents: tuple[tuple[slice, ...], ...]
     nbytes: int
     entry_bytes: dict[str, int]
 
@@ -187,7 +164,7 @@ class CutLayout:
             raise ValueError(f"{len(digests)} digests are too few or too many")
         left = iter(digests)
         for entry, extents in zip(self.layout.entries, self.extents, strict=True):
-            pieces = [Piece(0, one.offset, one.nbytes, next(left), one.nbytes) for one in extents]
+            pieces = [Piece(0, one.start, one.stop - one.start, next(left), one.stop - one.start) for one in extents]
             found[entry.name] = Entry(entry.dtype, entry.shape, tuple(pieces), entry.container_dtype)
         return found
 
@@ -246,8 +223,11 @@ class ParallelMap(Generic[T, U]):
             self.abandon()
             raise
         count, self._items = len(self._items), ()
-        if self._error is not None:
-            raise self._error
+        try:
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._error = None  # it refers to what has raised it
         return [self._found.pop(index) for index in range(count)]
 
     def abandon(self, seconds: float = threading.TIMEOUT_MAX) -> bool:
@@ -263,7 +243,7 @@ class ParallelMap(Generic[T, U]):
 def digesting(image: memoryview, cut_layout: CutLayout) -> ParallelMap[memoryview, str]:
     """Digests the pieces of a file image, while the caller writes the same memory to storage."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if len(image) >= THREAD_BYTES else 0
-    pieces = [image[one.offset : one.offset + one.nbytes] for extents in cut_layout.extents for one in extents]
+    pieces = [image[one] for extents in cut_layout.extents for one in extents]
     return ParallelMap(digest, pieces, threads, "ckpt-digest")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,7 +18,7 @@ from ckpt_engine.data import exactness, native, rng, sampling, streams
 from ckpt_engine.data import exactness as fingerprints
 from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level, OnChange
-from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate
+from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, collate_watched
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.sample_assignment import Dealing, Recipe, recipe_of
 from ckpt_engine.data.sampling import RecordingSampler, ResumePlan, SamplerOrder, deref
@@ -320,14 +320,8 @@ class Starter:
         order, dealing = state["order"], epoch.dealing
         return ResumePlan(
             skip=int(state["batches"]) + int(state["lost"]) - (0 if dealing is None else dealing.first),
-            at_iter=order["at_iter"],
-            at_first=order["at_first"],
-            digest=order["digest"],
-            draws=order["draws"],
-            outstanding=order["outstanding"],
+            order=order,
             holders={name: state.get(name, {}) for name in ("counters", "generators", "samplers")},
-            moves=order.get("moves", False),
-            restarts=order.get("restarts", False),
             dealt=None if dealing is None else dealing.rest(dealing.origin.order()),
         )
 
@@ -366,7 +360,7 @@ class Starter:
                 self._loader.collate_fn, self._loader.batch_size, self._loader.dataset
             )
         elif epoch.mode is Mode.NATIVE and native.repeats_work(self._loader.dataset):
-            replaced["collate_fn"] = WatchingCollate(self._loader.collate_fn, epoch.loaded)
+            replaced["collate_fn"] = partial(collate_watched, self._loader.collate_fn, epoch.loaded)
             epoch.watched = True
         if init is not None:
             replaced["worker_init_fn"] = init

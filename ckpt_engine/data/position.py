@@ -241,12 +241,7 @@ class LoaderPosition:
 
         The next `iter()` after loading it starts a new epoch, as it would have done here.
         """
-        if self._pending is not None:
-            return {**self._pending.state, "phase": "fresh"}
-        epoch = self._epoch
-        if epoch is None:
-            return self._assemble(None, None, 0, "fresh")
-        return self._assemble(epoch, epoch.next_fetch(self.loader), epoch.fetched, "fresh")
+        return {**self.state(self.fetched), "phase": "fresh"}
 
     def state_after(self, batches: int) -> State:
         """The position in an epoch that begins now, after so many batches, where none was recorded.

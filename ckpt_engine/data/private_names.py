@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -208,11 +208,11 @@ class _Replacement(partial[Any]):
         return vars(self)["_plain"]
 
 
+@dataclass(eq=False)
 class Replaced:
     """Methods on objects, never on their classes, in the place of those that were there, until `undo`."""
 
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+    _before: list[tuple[Any, str, Any]] = field(default_factory=list, init=False)
 
     def replace(self, owner: Any, name: str, method: Any) -> Any:
         """Put `method` there; what was called before."""

@@ -18,6 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -125,18 +126,13 @@ class ResumePlan:
     """How the next iteration of the sampler starts."""
 
     skip: int
-    at_iter: streams.Streams | None
-    at_first: streams.Streams | None
-    digest: int | None
-    draws: bool
-    outstanding: Sequence[Any]
-    """Entries to give first as recorded, because the sampler cannot draw them again."""
-    holders: Mapping[str, Any] = field(default_factory=dict)
+    order: Mapping[str, Any]
+    """What the state says of the order (`SamplerOrder`). `outstanding` are entries to give first as recorded, because
+    the sampler cannot draw them again. `restarts`: the epoch starts again: its first entry is drawn under the streams
+    of then, the others follow from it."""
+    holders: Mapping[str, Any]
     """What `streams.restore_holders` puts back: the samplers as they were when the state was taken."""
-    moves: bool = False
-    restarts: bool = False
-    """The epoch starts again: its first entry is drawn under the streams of then, the others follow from it."""
-    dealt: Sequence[Any] | None = None
+    dealt: Sequence[Any] | None
     """Entries to give instead of those of the sampler; the streams are left alone."""
 
 
@@ -175,21 +171,18 @@ class RecordingSampler(streams.StandIn):
     def __iter__(self) -> Iterator[Any]:
         self._calls += 1
         plan, order = self.plan, self.order
-        if plan is not None and plan.dealt is not None:
-            self._current = _RecordingIterator(
-                self._reference, lambda: iter(plan.dealt or ()), self._baseline, order, plan
-            )
-            return self._current
+        loader = deref(self._reference)
+        entries = self.inner if plan is None or plan.dealt is None else plan.dealt
         # With workers torch calls iter() twice and drops the first result; the first call must draw what it naturally
         # draws, so that the workers' base seed, drawn between the two, comes out as it did.
-        loader = deref(self._reference)
         dropped = plan is not None and loader.num_workers > 0 and self._calls == 1
-        if plan is not None and plan.at_iter is not None and not dropped:
-            streams.restore(loader, plan.at_iter)
-            order.at_iter = plan.at_iter
-        elif not dropped:
+        draws = entries is self.inner and not dropped
+        if draws and plan is not None and plan.order["at_iter"] is not None:
+            streams.restore(loader, plan.order["at_iter"])
+            order.at_iter = plan.order["at_iter"]
+        elif draws:
             order.at_iter = streams.capture(loader, self._baseline)
-        self._current = _RecordingIterator(self._reference, lambda: iter(self.inner), self._baseline, order, plan)
+        self._current = _RecordingIterator(self._reference, partial(iter, entries), self._baseline, order, plan)
         return self._current
 
 
@@ -223,23 +216,23 @@ class _RecordingIterator(streams.Proxy):
             return
         self._primed = True
         order, plan, loader = self._order, self._plan, deref(self._reference)
-        if plan is None or (plan.at_first is None and not self._dealt):
+        if plan is None or (plan.order["at_first"] is None and not self._dealt):
             order.at_first = streams.capture(loader, self._baseline)
             return
-        if plan.at_first is not None:
-            streams.restore(loader, plan.at_first)
-            order.at_first = plan.at_first
-        order.draws, order.moves = plan.draws, plan.moves
-        self._again.extend(plan.outstanding)
+        if plan.order["at_first"] is not None:
+            streams.restore(loader, plan.order["at_first"])
+            order.at_first = plan.order["at_first"]
+        order.draws, order.moves = plan.order["draws"], plan.order.get("moves", False)
+        self._again.extend(plan.order["outstanding"])
         try:
             self._repeat(plan)
         except MismatchError:
-            if not plan.moves:
+            if not order.moves:
                 raise
             order.verified = False
-        if order.verified is False and plan.moves:
+        if order.verified is False and order.moves:
             self._take_up(plan)
-        if plan.restarts:
+        if plan.order.get("restarts"):
             self._again.extend(itertools.islice(self.inner, 1))
 
     def _repeat(self, plan: ResumePlan) -> None:
@@ -250,14 +243,16 @@ class _RecordingIterator(streams.Proxy):
             if self._attributes:
                 self._started()
             order.forget_before(order.base + done)
-        if plan.digest is not None and order.digest is not None:
-            order.verified = order.digest == plan.digest
-            order.digest = plan.digest
+        if plan.order["digest"] is not None and order.digest is not None:
+            order.verified = order.digest == plan.order["digest"]
+            order.digest = plan.order["digest"]
             if order.recent:
                 number, indices, _ = order.recent.pop()
-                order.recent.append((number, indices, plan.digest))
-        for _ in plan.outstanding:
-            self._draw(f"fewer batches than the {plan.skip + len(plan.outstanding)} the saved run had dealt out")
+                order.recent.append((number, indices, plan.order["digest"]))
+        for _ in plan.order["outstanding"]:
+            self._draw(
+                f"fewer batches than the {plan.skip + len(plan.order['outstanding'])} the saved run had dealt out"
+            )
 
     def _started(self) -> None:
         """The first entry was given: what that has changed in the sampler is made again at each start."""
@@ -268,15 +263,15 @@ class _RecordingIterator(streams.Proxy):
     def _take_up(self, plan: ResumePlan) -> None:
         """The sampler goes on by its own state, as it does not give again what it gave."""
         order, loader = self._order, deref(self._reference)
-        order.given, order.digest, order.verified = order.base + plan.skip, plan.digest, None
+        order.given, order.digest, order.verified = order.base + plan.skip, plan.order["digest"], None
         order.recent.clear()
-        order.recent.append((order.given - 1, (), plan.digest))
+        order.recent.append((order.given - 1, (), plan.order["digest"]))
         streams.restore_holders(loader, plan.holders)
         self.inner = self._start()
         _show_state(self)
         length = exactness.known_length(loader)
         if length is not None:
-            self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.outstanding)))
+            self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.order["outstanding"])))
 
     def __next__(self) -> Any:
         if first := not self._primed:

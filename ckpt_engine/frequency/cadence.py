@@ -43,7 +43,7 @@ from ckpt_engine.observe.events import (
     SnapshotReplicated,
     SnapshotSkipped,
 )
-from ckpt_engine.observe.run_times import MEASURED
+from ckpt_engine.observe.run_times import MEASURED, hook_time
 
 WARM_UP_STEPS = 2
 RETRY_SECONDS = 10.0
@@ -103,7 +103,7 @@ class Cadence:
         self._next = _NOT_STARTED
 
     def _begin(self, step: int, now: float) -> None:
-        self._steps = StepTimes(self._steps.prior)
+        self._steps = StepTimes(self._steps.prior, WARM_UP_STEPS)
         self._account = Account(self._account.earlier)
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
         self._adaptive.restart(step)
@@ -115,12 +115,11 @@ class Cadence:
         self._held_back = self._disturbed = False
         self._mark = self._taken_time = self._durable_instant = now
         self._paused = self._taken_trained = 0.0
+        self._hooked = hook_time.seconds
         self._failures_in_a_row = 0
         self._retry_time = -math.inf
         self._next = step + 1
         self._durable_step = self._quiet_step = step
-        self._warm_up = WARM_UP_STEPS
-        self._add_clean: Callable[[float], None] = self._add_warm_up
         self._wake_step: float = -1
         self._wake_time = math.inf
         self._memory_review = step + WARM_UP_STEPS + ENOUGH_STEPS
@@ -162,14 +161,17 @@ class Cadence:
         count = step + 1 - self._next
         if count < 1:
             return self._not_ahead(step, now)
-        seconds = now - self._mark - self._paused
+        hooks = hook_time.seconds - self._hooked
+        self._hooked += hooks
+        self._account.hook_seconds += hooks
+        seconds = now - self._mark - self._paused - hooks
         if seconds < 0.0:
             seconds = 0.0
         self._mark = now
         self._paused = 0.0
         self._next = step + 1
         self._account.training_seconds += seconds
-        add = self._steps.add_disturbed if self._disturbed else self._add_clean
+        add = self._steps.add_disturbed if self._disturbed else self._steps.add_clean
         if count == 1:
             add(seconds)
         else:
@@ -242,8 +244,6 @@ class Cadence:
     def fence(self, seconds: float) -> None:
         """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
         seconds = measured(seconds)
-        if seconds == 0.0:
-            return
         self._paused += seconds
         self._account.paused_seconds += seconds
         if not self._memory.fenced(seconds) and self._in_flight:
@@ -330,7 +330,7 @@ class Cadence:
 
     @property
     def overhead_fraction(self) -> float:
-        """(stalls + fences + waits + slowdown) / training time without them, earlier attempts included."""
+        """(stalls + fences + waits + slowdown + hooks) / training time without them, earlier attempts included."""
         return self._account.overhead_fraction
 
     @property
@@ -385,12 +385,6 @@ class Cadence:
         self._account.earlier = learned.account
         self._steps = StepTimes(learned.step_seconds)
 
-    def _add_warm_up(self, _seconds: float) -> None:
-        """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
-        self._warm_up -= 1
-        if self._warm_up <= 0:
-            self._add_clean = self._steps.clean.append
-
     def _not_ahead(self, step: int, now: float) -> str | None:
         """Of `boundary` at the first step, the same one once more, or an earlier one."""
         if step < self._next - 1:
@@ -429,8 +423,9 @@ class Cadence:
     def _learn(self, step: int) -> None:
         for settled in self._settled:
             self._in_flight.remove(settled)
-            stall, slowdown = settled.stall_seconds, self._steps.take_slowdown()
-            self._account.slowdown_seconds += self._meter.add_cost(stall, slowdown)
+            over = math.inf if settled.latency_seconds is None else settled.instant + settled.latency_seconds
+            slowdown = self._steps.take_slowdown(0.0 if self._in_flight else max(0.0, self._mark - over))
+            self._account.slowdown_seconds += self._meter.add_cost(settled.stall_seconds, slowdown)
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
             self._adaptive.uneven = self._steps.uneven
@@ -443,7 +438,7 @@ class Cadence:
     def _basis(self) -> tuple[Costs, float | None, FarCosts | None]:
         """What a decision follows from besides failures: costs of a snapshot, of one in memory, of a further copy."""
         self._step_seconds = self._steps.step_seconds()
-        costs = self._meter.costs(self._step_seconds)
+        costs = self._meter.costs(self._step_seconds, self._account.hook_share)
         memory_seconds = None if self._settings.memory is None else self._memory.cost_seconds
         if memory_seconds is not None and not self._meter.known:
             costs = replace(costs, stall_seconds=memory_seconds + ASSUMED_STALL_SECONDS)

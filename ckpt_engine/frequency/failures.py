@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise, repeat
 from operator import mul
 from typing import Any, Self
 
@@ -112,14 +113,12 @@ class FailureBelief:
     def _scales(self) -> list[tuple[float, float]]:
         """How likely each scale is by now, and failures per second if it is true."""
         exposure, known = self.exposure_seconds, self.weight + self.events
-        found = []
-        for before, seconds in _scales_before(self.assumed_seconds, self.weight):
-            after = seconds + exposure
-            found.append((before - known * math.log(after), known / after))
-        most = max([log for log, _ in found])
-        shares = [math.exp(log - most) for log, _ in found]
+        scales = [(log, seconds + exposure) for log, seconds in _scales_before(self.assumed_seconds, self.weight)]
+        logs = [log - known * math.log(seconds) for log, seconds in scales]
+        most = max(logs)
+        shares = [math.exp(log - most) for log in logs]
         total = sum(shares)
-        return [(share / total, rate) for share, (_, rate) in zip(shares, found, strict=True)]
+        return [(share / total, known / seconds) for share, (_, seconds) in zip(shares, scales, strict=True)]
 
     def survived(self, seconds: float) -> FailureBelief:
         """The belief after `seconds` of running (negative or not finite: no evidence)."""
@@ -175,13 +174,11 @@ def _scales_before(assumed_seconds: float, weight: float) -> list[tuple[float, f
     """Of each scale: the logarithm of its density where nothing was observed, but for what all have in common, and
     the seconds of observation that the assumption is worth there."""
     doubt = DOUBT**weight
-    found = []
-    for step in range(-SCALES, SCALES + 1):
-        share = doubt / (2 * SCALES + 1) + (1.0 - doubt if step == 0 else 0.0)
-        seconds = weight * assumed_seconds * SCALE**step
-        if share > 0.0:
-            found.append((math.log(share) + weight * math.log(seconds), seconds))
-    return found
+    steps = range(-SCALES, SCALES + 1)
+    shares = [doubt / len(steps) + (1.0 - doubt if step == 0 else 0.0) for step in steps]
+    worth = [weight * assumed_seconds * SCALE**step for step in steps]
+    likely = [(share, seconds) for share, seconds in zip(shares, worth, strict=True) if share > 0.0]
+    return [(math.log(share) + weight * math.log(seconds), seconds) for share, seconds in likely]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,9 +316,6 @@ def weibull(shape: float, scale_seconds: float, rng: random.Random, shares: Mapp
 
 def observed(trace: Sequence[tuple[float, str]]) -> Failures:
     """Failures that have happened: seconds since the start, rising, and class; after the last one there are none."""
-    before = 0.0
-    for at, kind in trace:
+    for (before, _), (at, kind) in pairwise([(0.0, ""), *trace]):
         yield at - before, kind
-        before = at
-    while True:
-        yield math.inf, PROCESS
+    yield from repeat((math.inf, PROCESS))

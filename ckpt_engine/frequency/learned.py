@@ -29,15 +29,15 @@ class TakenSnapshot:
 class Learned:
     """What a run knows about its failures and its snapshots; None: not known yet.
 
-    `account`: seconds of clean training and of overhead since the run began. `before`: what was believed before the
-    first attempt that the nearest tier knows of, where another one was lost.
+    `account`: seconds of clean training, of snapshots and of hooks since the run began. `before`: what was believed
+    before the first attempt that the nearest tier knows of, where another one was lost.
     """
 
     failures: FailureBelief
     meter: CostMeter
     step_seconds: float | None
     interval_steps: int | None
-    account: tuple[float, float] = (0.0, 0.0)
+    account: tuple[float, float, float] = (0.0, 0.0, 0.0)
     before: FailureBelief | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -61,12 +61,12 @@ class Learned:
         """
         if data["version"] != STATE_VERSION:
             raise ValueError(f"version {data['version']!r}")
-        clean, spent = data.get("account", (0.0, 0.0))
+        clean, spent, *hooks = data.get("account", (0.0, 0.0))
         return cls(
             FailureBelief.from_json(data["failures"]),
             CostMeter.from_json(data["costs"]) if data["costs"] is not None else CostMeter(),
             None if data["step_seconds"] is None else measured(float(data["step_seconds"])),
             None if data["interval_steps"] is None else int(data["interval_steps"]),
-            (measured(float(clean)), measured(float(spent))),
+            (measured(float(clean)), measured(float(spent)), measured(float(*hooks))),
             FailureBelief.from_json(before) if (before := data.get("before")) is not None else None,
         )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from ckpt_engine.frequency.policy import Costs
+from ckpt_engine.observe.run_times import believed
 
 LATENCY_WINDOW = 4
 CLEAN_WINDOW = 512
@@ -23,27 +24,28 @@ ENOUGH_STEPS = 5
 SHIFT_WINDOW = 16
 SHIFT = 0.25
 STALE = 0.10
-# What the baseline of the slowdown may be wrong by, as a share of the budget.
 BASELINE_ERROR = 0.25
-# Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own.
-SLOW_STEP = 2.0
-# Of snapshots that meet a data stall at most so many are expected. A snapshot lasts until a given time, so that the
-# steps next to it are fewer the longer they are: where steps are skewed the median of their surplus is above 0, and the
-# mean is not (Wald 1944).
-FEW = 0.1
+"""What the baseline of the slowdown may be wrong by, as a share of the budget."""
+SLOW_STEP = 4.0
+"""Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own, and shorter than
+that part of a lower quartile as quick for one."""
+TICK_SECONDS = 1e-9
+NEAR = 3.0
+"""Clean steps after a snapshot count for so many times the time of those next to it: few enough to be of the same
+epoch, and enough that their jitter adds little to that of the others."""
+DOUBT = 1.5
+"""So many errors count as one of a slowdown that decides how often: a run looks hundreds of times."""
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
 class RobustBaseline:
     """The usual value of a series: an outlier moves nothing, a lasting change is followed with the third value.
 
-    The mean of the values since the last change without the lowest and the highest. A change is lasting where the
-    newest three values are all above what nine of ten before were, or the newest two below: accidents make it slower.
+    The mean of the middle half of the values since the last change. A change is lasting where the newest three values
+    are all above what nine of ten before were, or the newest two below: accidents make it slower.
 
     Args:
         value: what is believed before anything was added.
-        trim: the share of values that is left out at each end: up to so many may be anything. The more, the further it
-            is from the mean of a skewed distribution.
 
     Attributes:
         value: what is believed now.
@@ -52,10 +54,9 @@ class RobustBaseline:
     WINDOW = 128
     RISEN, FALLEN = 3, 2
 
-    def __init__(self, value: float = 0.0, trim: float = 0.25) -> None:
-        self.value, self._trim = value, trim
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
         self._values: deque[float] = deque(maxlen=self.WINDOW)
-        self._error: float | None = 0.0
         self.count = 0
 
     def add(self, value: float, noise: float = 0.0) -> bool:
@@ -65,28 +66,19 @@ class RobustBaseline:
         every = list(self._values)
         risen, fallen = every[-self.RISEN :], every[-self.FALLEN :]
         if min(every) == max(every):  # nothing has changed: the look at quantiles below costs more than all else
-            self.value, self._error = value, 0.0
+            self.value = value
             return False
         if len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
             self._values = deque(risen, maxlen=self.WINDOW)
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)
-        self.value, self._error = middle_mean(self._values, self._trim), None
+        self.value = middle_mean(self._values)
         return len(self._values) < min(len(every), self.WINDOW)
 
     @property
     def kept(self) -> int:
         """How many values `value` is of."""
         return len(self._values)
-
-    @property
-    def error(self) -> float:
-        """One standard deviation of `value`, from the quartiles of the values (of a normal distribution)."""
-        if self._error is None:
-            ordered = sorted(self._values)
-            spread = (quantile(ordered, 0.75) - quantile(ordered, 0.25)) / 1.35
-            self._error = 1.1 * spread / math.sqrt(len(ordered))
-        return self._error
 
 
 @dataclass(eq=False)
@@ -117,23 +109,61 @@ class Outliers:
 
 
 class Slowdown(NamedTuple):
-    """How much longer the steps next to a snapshot were than as many clean ones.
+    """What the steps next to snapshots were, beside clean ones. Everything is a sum: those of two snapshots add up.
 
     Args:
-        seconds: signed; slow steps count up to the limit of `StepTimes` only.
-        jitter_seconds: one standard deviation that the jitter of these steps gives `seconds`.
-        baseline_seconds: one standard deviation that the clean step time, known from so many steps, gives it.
+        growth: of the logarithms of their times over the usual one; slow steps count up to the limit of `StepTimes`.
+        number: of these steps.
+        steps: of them, those whose time is not cut; one during part of which a snapshot was on its way is that part.
+        clean_growth, clean: as `growth` and `number`, of clean steps right before these, and after those before.
+        variance: of `growth`, from the jitter of steps.
+        squares: of `growth` over that of clean steps.
+        snapshots: so many.
+        seconds: that snapshots were on their way while training went on.
         slow: steps beyond that limit.
         slow_expected: how many of as many clean steps are.
         slow_seconds: signed; what they took beyond the limit, less what as many clean steps do on average.
     """
 
+    growth: float = 0.0
+    number: float = 0.0
+    steps: float = 0.0
+    clean_growth: float = 0.0
+    clean: float = 0.0
+    variance: float = 0.0
+    squares: float = 0.0
+    snapshots: float = 0.0
     seconds: float = 0.0
-    jitter_seconds: float = 0.0
-    baseline_seconds: float = 0.0
-    slow: int = 0
+    slow: float = 0.0
     slow_expected: float = 0.0
     slow_seconds: float = 0.0
+
+    @classmethod
+    def of_all(cls, several: Iterable[Slowdown]) -> Slowdown:
+        """The sum."""
+        return cls(*map(sum, zip(*several, strict=True)))
+
+    @property
+    def surplus(self) -> float:
+        """`growth` over that of as many clean steps."""
+        return self.growth - self.number * self.clean_growth / max(1.0, self.clean)
+
+    @property
+    def factor(self) -> float:
+        """The logarithm of the factor by which steps were longer while a snapshot was on its way."""
+        return self.surplus / self.steps if self.steps > 0.0 else 0.0
+
+    @property
+    def factor_error(self) -> float:
+        """One standard deviation of `factor`: that of both kinds of steps, or of snapshots, which epochs are in too."""
+        jitter = self.variance * (1.0 + self.number / max(1.0, self.clean))
+        spread = self.squares - self.surplus**2 / max(1, self.snapshots)
+        return math.sqrt(max(jitter, spread)) / self.steps if self.steps > 0.0 else 0.0
+
+    @property
+    def share(self) -> float:
+        """The part of `seconds` that training has lost, as estimated: signed."""
+        return -math.expm1(-self.factor)
 
 
 @dataclass(eq=False)
@@ -181,7 +211,7 @@ class SlowSteps:
         """Whether as many slow steps as were seen are improbable: the tail of a Poisson distribution."""
         seen, expected = sum(one.slow for one in self._recent), sum(one.slow_expected for one in self._recent)
         fewer = term = math.exp(-expected)
-        for number in range(1, min(seen, 1000)):
+        for number in range(1, int(min(seen, 1000.0))):
             term *= expected / number
             fewer += term
         return 1.0 - fewer < self.RARE
@@ -190,32 +220,54 @@ class SlowSteps:
 class StepTimes:
     """Step times of the recent past, clean ones apart from those disturbed by a snapshot.
 
-    `clean` is a plain deque so that the training thread can append to it directly at each step.
+    `add_clean` is the method of a plain deque most of the time, so that a step costs little.
 
-    CheckFreq's `Tx = sum(max(0, t_j - Ti))` (FAST 2021, section 4.3) is only right without jitter: with 10 % of it,
-    steps that nothing slows down add 4 % of their time. The sum of signed differences against the *mean* clean step is
-    the same number without jitter and unbiased with it; cut at `SLOW_STEP` upper quartiles (winsorised) on both sides,
-    it stays so where one step in thirty takes fifteen times as long, at a small part of the noise.
+    CheckFreq's `Tx = sum(max(0, t_j - Ti))` (FAST 2021, section 4.3) is only right without jitter, and signed
+    differences of sums say little where steps have heavy tails: one long step is more than all slowdown. A slowdown
+    is a factor, so that the mean *logarithm* of disturbed steps is compared with that of clean ones, cut in both tails.
+    A snapshot lasts until a given time, so that the steps next to it are fewer the longer they are: sums over several
+    snapshots have no bias from that (Wald 1944), the ratio of each one has. Clean steps count right
+    after it, for a given time as well: both kinds begin where a step ends and end with the first one beyond a time, so
+    that neither has more long steps, and in slow and quick phases as many of both kinds are met. Those before it end
+    with a long step, which is why the interval was over.
 
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
+        warm_up: so many steps are not measured.
+
+    Attributes:
+        add_clean: takes the time of a step during which there was no snapshot.
     """
 
-    def __init__(self, prior: float | None = None) -> None:
+    def __init__(self, prior: float | None = None, warm_up: int = 0) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
-        self.prior = prior
-        self._busy: deque[float] = deque(maxlen=SHIFT_WINDOW)
-        self._disturbed: deque[float] = deque(maxlen=8 * CLEAN_WINDOW)
+        self.prior, self._warm_up = prior, warm_up
+        self.add_clean: Callable[[float], None] = self._add_warm_up if warm_up else self.clean.append
         self._disturbed_steps = 0
-        self._summary = _Summary(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self._summary_of: tuple[int, float] = (0, 0.0)
-        self._shift_seen = self._summary_of
+        self._busy, self._disturbed = deque[float](maxlen=SHIFT_WINDOW), deque[float](maxlen=8 * CLEAN_WINDOW)
+        self._summary = self._after_of = _Summary.of([0.0])
+        self._summary_of = self._shift_seen = (0, 0.0)
+        self._after, self._after_seconds = list[float](), 0.0
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
         self._disturbed.append(seconds)
         self._disturbed_steps += 1
         self._busy.append(seconds)
+
+    def _add_warm_up(self, _seconds: float) -> None:
+        """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
+        self._warm_up -= 1
+        if self._warm_up <= 0:
+            self.add_clean = self.clean.append
+
+    def _add_after(self, seconds: float) -> None:
+        """A clean step soon after a snapshot."""
+        self.clean.append(seconds)
+        self._after.append(seconds)
+        self._after_seconds -= seconds
+        if self._after_seconds <= 0.0 or len(self._after) == 8 * CLEAN_WINDOW:
+            self.add_clean = self.clean.append
 
     @property
     def known(self) -> bool:
@@ -226,13 +278,12 @@ class StepTimes:
         """Whether the clean steps tell a slowdown of a quarter of `budget` from their jitter, as far as any can."""
         if len(self.clean) in (0, CLEAN_WINDOW):
             return bool(self.clean)
-        clean = self._summarise()
-        return clean.deviation <= BASELINE_ERROR * budget * clean.mean * math.sqrt(len(self.clean))
+        return self._summarise().deviation <= BASELINE_ERROR * budget * math.sqrt(len(self.clean))
 
     @property
     def uneven(self) -> bool:
-        """Whether some clean steps are slow for reasons of their own."""
-        return len(self.clean) >= ENOUGH_STEPS and self._summarise().slow > 0.0
+        """Whether some clean steps are slow or quick for reasons of their own."""
+        return len(self.clean) >= ENOUGH_STEPS and self._summarise().inside(self.clean) < 1.0
 
     def step_seconds(self) -> float:
         """The mean clean step time, of the newest steps after a shift; 0.0 while unknown.
@@ -240,47 +291,55 @@ class StepTimes:
         It converts seconds to steps, so that slow steps count in full. Disturbed steps that are clearly faster than the
         clean ones prove that the clean time is stale.
         """
-        if len(self.clean) < ENOUGH_STEPS:
-            clean = self.prior if self.prior is not None else median(self.clean or [0.0])
-            noise, limit, excess = 0.0, math.inf, 0.0
-        else:
-            self._forget_before_shift()
-            summary = self._summarise()
-            clean, noise, limit, excess = summary.mean, summary.noise, summary.limit, summary.excess
+        self._forget_before_shift()
+        clean = self._summarise()
         if len(self._busy) == SHIFT_WINDOW:
-            disturbed = sum(_cut(list(self._busy), limit)) / SHIFT_WINDOW
-            if clean - disturbed > max(STALE * clean, noise):
-                return disturbed
-        return clean + excess
+            disturbed = fmean(clean.logs(self._busy))
+            if clean.log - disturbed > max(STALE, clean.noise):
+                return fmean(self._busy)
+        return clean.mean
 
-    def take_slowdown(self) -> Slowdown:
-        """The slowdown since the last call; none is known while the clean step time is unknown."""
+    def take_slowdown(self, late_seconds: float = 0.0) -> Slowdown:
+        """The slowdown since the last call; none is known while the clean step time is unknown.
+
+        Args:
+            late_seconds: of the newest step, after no snapshot was on its way any more.
+        """
         disturbed, steps = list(self._disturbed), self._disturbed_steps
         self._disturbed.clear()
         self._disturbed_steps = 0
-        if steps == 0 or not self.known:
+        if steps == 0:
             return Slowdown()
-        if len(self.clean) < ENOUGH_STEPS:
-            mean = self.step_seconds()
-            clean = _Summary(mean, 0.0, 0.0, SLOW_STEP * mean, 0.0, 0.0)
-        else:
-            clean = self._summarise()
-        cut = sum(_cut(disturbed, clean.limit))
-        each = steps / len(disturbed)
-        return Slowdown(
-            seconds=each * cut - steps * (clean.mean + clean.trend),
-            jitter_seconds=clean.deviation * math.sqrt(steps),
-            baseline_seconds=clean.deviation * steps / math.sqrt(max(1, len(self.clean))),
-            slow=round(each * sum([seconds > clean.limit for seconds in disturbed])),
+        each, last = steps / len(disturbed), disturbed[-1]
+        late_seconds = min(late_seconds, last)
+        seconds = each * sum(disturbed) - late_seconds
+        if not self.known:
+            return Slowdown(seconds=seconds)
+        clean, after, after_of = self._summarise(), self._after, self._after_of
+        self._after, self._after_of, self._after_seconds = [], clean, NEAR * (seconds + late_seconds)
+        several = len(after) or NEAR * steps
+        self.add_clean = self._add_after
+        found = Slowdown(
+            growth=each * sum(clean.logs(disturbed)),
+            number=steps,
+            steps=(steps - (late_seconds / last if last > 0.0 else 0.0)) * clean.inside(disturbed),
+            clean_growth=sum(after_of.logs(after)) if after else several * clean.log,
+            clean=several,
+            variance=steps * clean.deviation**2,
+            seconds=seconds,
+            slow=round(each * sum([seconds > clean.high for seconds in disturbed])),
             slow_expected=steps * clean.slow,
-            slow_seconds=each * (sum(disturbed) - cut) - steps * clean.excess,
+            slow_seconds=each * clean.beyond(disturbed) - steps * clean.excess,
         )
+        return found._replace(squares=found.surplus**2, snapshots=1.0)
 
     def _summarise(self) -> _Summary:
         """Statistics of the clean steps, computed again only when there are new ones (the newest has changed)."""
-        newest = (len(self.clean), self.clean[-1])
+        few = len(self.clean) < ENOUGH_STEPS
+        values = [median(self.clean or [0.0]) if self.prior is None else self.prior] if few else list(self.clean)
+        newest = (len(self.clean), values[-1])
         if newest != self._summary_of:
-            self._summary_of, self._summary = newest, _Summary.of(list(self.clean))
+            self._summary_of, self._summary = newest, _Summary.of(values)
         return self._summary
 
     def _forget_before_shift(self) -> None:
@@ -288,9 +347,8 @@ class StepTimes:
         if self._summary_of == self._shift_seen or len(self.clean) < 2 * SHIFT_WINDOW or summary.deviation == 0.0:
             return
         self._shift_seen = self._summary_of
-        cut = _cut(list(self.clean), summary.limit)
-        was, now = (sum(part) / len(part) for part in (cut[:-SHIFT_WINDOW], cut[-SHIFT_WINDOW:]))
-        if abs(now - was) > max(SHIFT * was, summary.noise):
+        logs = summary.logs(self.clean)
+        if abs(fmean(logs[-SHIFT_WINDOW:]) - fmean(logs[:-SHIFT_WINDOW])) > max(SHIFT, summary.noise):
             newest = list(self.clean)[-SHIFT_WINDOW:]
             self.clean.clear()
             self.clean.extend(newest)
@@ -300,35 +358,43 @@ class _Summary(NamedTuple):
     """Clean steps.
 
     Args:
-        mean, deviation: of the steps cut at `limit`.
-        excess: what they take beyond the limit on average.
+        mean: of the steps.
+        low, high: what their logarithms are cut at.
+        log, deviation: of the logarithms.
+        excess: what steps take beyond `high` on average.
         slow: the share of them that do.
-        trend: how much longer the newest are than the mean, where the steps get longer or shorter steadily.
     """
 
     mean: float
-    deviation: float
-    excess: float
-    limit: float
-    slow: float
-    trend: float
+    low: float
+    high: float
+    log: float
+    deviation: float = 0.0
+    excess: float = 0.0
+    slow: float = 0.0
 
     @classmethod
     def of(cls, values: list[float]) -> _Summary:
+        low = max(quantile(values, 0.25) / SLOW_STEP, TICK_SECONDS)
+        high = max(SLOW_STEP * quantile(values, 0.75), low)
         if min(values) == max(values):
-            return cls(values[0], 0.0, 0.0, SLOW_STEP * values[0], 0.0, 0.0)
-        limit = SLOW_STEP * quantile(values, 0.75)
-        cut = _cut(values, limit)
-        mean = sum(cut) / len(cut)
-        squares = sum([(value - mean) ** 2 for value in cut])
-        deviation = math.sqrt(squares / max(1, len(cut) - 1))
-        slow = sum(value > limit for value in values) / len(values)
-        half = len(cut) // 2
-        # The difference of the means of two halves has twice the deviation of the mean of all.
-        trend = sum(cut[-half:]) / half - sum(cut[:half]) / half if half else 0.0
-        if abs(trend) < 3.0 * 2.0 * deviation / math.sqrt(len(cut)):
-            trend = 0.0
-        return cls(mean, deviation, max(0.0, sum(values) / len(values) - mean), limit, slow, trend)
+            return cls(values[0], low, high, math.log(max(values[0], low)))
+        made = cls(fmean(values), low, high, 0.0)
+        logs = made.logs(values)
+        slow = sum([value > high for value in values]) / len(values)
+        return cls(made.mean, low, high, fmean(logs), stdev(logs), made.beyond(values) / len(values), slow)
+
+    def inside(self, values: Sequence[float] | deque[float]) -> float:
+        """The share of them that is not cut."""
+        return sum([self.low <= value <= self.high for value in values]) / len(values)
+
+    def logs(self, values: Iterable[float]) -> list[float]:
+        """Their logarithms, none below that of `low` or above that of `high`."""
+        return [math.log(min(max(value, self.low), self.high)) for value in values]
+
+    def beyond(self, values: Iterable[float]) -> float:
+        """What they take beyond `high` together."""
+        return sum([value - self.high for value in values if value > self.high])
 
     @property
     def noise(self) -> float:
@@ -341,64 +407,51 @@ class CostMeter:
 
     def __init__(self) -> None:
         self._stall, self._outliers = RobustBaseline(), Outliers()
-        self._slowdown = RobustBaseline(trim=FEW)
-        self._believed: deque[float] = deque([0.0], maxlen=RobustBaseline.RISEN)
-        """Of slowdowns, after each of the newest snapshots."""
-        self._slow = SlowSteps()
+        self._factors, self._active = RobustBaseline(), RobustBaseline()
+        self._recent: deque[Slowdown] = deque(maxlen=RobustBaseline.WINDOW)
+        self._all, self._slow = Slowdown(), SlowSteps()
+        self._slow_seconds = self._written = 0.0
         self.slowdown_seconds = 0.0
-        """What snapshots slow down the steps next to them, each."""
-        self._jitter = self._noise = 0.0
-        self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
-        self._busy: deque[float] = deque(maxlen=LATENCY_WINDOW)
-        self._written = 0.0
+        """What snapshots slow down the steps next to them, each, of late."""
+        self._latencies, self._busy = deque[float](maxlen=LATENCY_WINDOW), deque[float](maxlen=LATENCY_WINDOW)
 
     @property
     def known(self) -> bool:
         """At least one snapshot was measured; what an earlier run had learned counts as one."""
         return self._stall.count > 0
 
-    def _slows_down(self) -> float:
-        """What `slowdown_seconds` is now.
-
-        An estimate within the noise of step times is none, one far above it counts in full: the positive-part estimator
-        of James and Stein (1961) at three times the variance, because what is believed is paid for.
-        """
-        usual, noise = self._slowdown.value, self.slowdown_error
-        usual -= min(usual, 3.0 * noise * noise / usual) if usual > 0.0 else usual
-        return usual + self._slow.seconds
-
     @property
-    def slowdown_error(self) -> float:
-        """One standard deviation of `slowdown_seconds`, from the jitter of steps."""
-        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, RobustBaseline.WINDOW)))
-        return math.hypot(max(jitter, self._slowdown.error), self._noise)
+    def _late(self) -> Slowdown:
+        """That of the newest snapshots, since the last lasting change."""
+        return Slowdown.of_all(list(self._recent)[-max(1, self._factors.kept) :])
 
     @property
     def slowdown_of_all(self) -> tuple[float, float]:
-        """Of all snapshots so far together, and its standard error: without the caution of `slowdown_seconds`."""
-        each, count = max(0.0, self._slowdown.value) + self._slow.seconds, self._stall.count
-        return count * each, count * self.slowdown_error
+        """Seconds by which all snapshots so far have made steps longer together, and the standard error of that."""
+        longer = self._all.share * max(0.0, self._all.seconds - self._slow_seconds)
+        return self._slow_seconds + longer, self._all.seconds * self._all.factor_error
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
         """What one snapshot took from training, whether or not it became durable.
 
         Returns:
-            Seconds of slowdown to charge for it; after a better estimate, those that earlier ones were charged too
-            little, or too much (negative), are in it.
+            Seconds of slowdown to charge for it; by a better estimate earlier ones have cost more, or less (negative).
         """
-        before, count = self.slowdown_seconds, self._slowdown.kept
+        before = believed(*self.slowdown_of_all)
         changed = self._stall.add(stall_seconds)
         self._outliers.add(stall_seconds, self._stall.value, changed=changed)
-        replaced = self._slowdown.add(slowdown.seconds, slowdown.jitter_seconds)
+        self._recent.append(slowdown)
+        self._all = Slowdown.of_all((self._all, slowdown))
+        if slowdown.steps > 0.0:
+            self._factors.add(slowdown.factor, slowdown.factor_error)
+        self._active.add(slowdown.seconds)
         self._slow.add(slowdown)
-        self._jitter, self._noise = slowdown.jitter_seconds, slowdown.baseline_seconds
-        self.slowdown_seconds = now = self._slows_down()
-        known = min(self._slowdown.kept - 1, count)
-        charge = now + known * (now - before)
-        if replaced and known < len(self._believed):  # earlier ones cost what was believed before the change began
-            charge += (count - known) * (self._believed[-1 - known] - before)
-        self._believed.append(now)
-        return charge
+        slow = self._slow.seconds
+        self._slow_seconds += slow
+        late = self._late
+        active = max(0.0, self._active.value - slow)
+        self.slowdown_seconds = slow + believed(active * late.share, DOUBT * active * late.factor_error)
+        return believed(*self.slowdown_of_all) - before
 
     def add_durable(self, latency_seconds: float, busy_seconds: float, written_bytes: float) -> None:
         """One snapshot became durable."""
@@ -406,7 +459,7 @@ class CostMeter:
         self._busy.append(busy_seconds)
         self._written = written_bytes
 
-    def costs(self, step_seconds: float) -> Costs:
+    def costs(self, step_seconds: float, hook_share: float = 0.0) -> Costs:
         """The estimates as the policy takes them."""
         return Costs(
             step_seconds=step_seconds,
@@ -416,11 +469,12 @@ class CostMeter:
             busy_seconds=second_highest(self._busy),
             written_bytes=self._written,
             worst_latency_seconds=max(self._latencies, default=0.0),
+            hook_share=round(hook_share, 4),
         )
 
     def to_json(self) -> dict[str, float]:
         costs = self.costs(0.0)
-        return {name: getattr(costs, name) for name in _REMEMBERED}
+        return {name: getattr(costs, name) for name in _REMEMBERED} | {"evidence": list(self._late)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostMeter:
@@ -434,14 +488,14 @@ class CostMeter:
         if not all(0.0 <= value < math.inf for value in (stall, slowdown, latency, busy, written)):
             raise ValueError(f"not measured costs: {dict(data)!r}")
         meter = cls()
-        meter.add_cost(stall, Slowdown(slowdown))
+        evidence = Slowdown(*map(float, data.get("evidence", ())))
+        meter._stall.add(stall)
+        meter._recent.append(evidence)
+        meter._factors.add(evidence.factor, evidence.factor_error)
+        meter._active.add(evidence.seconds / max(1.0, evidence.snapshots))
+        meter.slowdown_seconds = slowdown
         meter.add_durable(latency, busy, written)
         return meter
-
-
-def _cut(values: list[float], limit: float) -> list[float]:
-    """The values, none above the limit."""
-    return values if max(values) <= limit else [min(value, limit) for value in values]
 
 
 def second_highest(values: Sequence[float] | deque[float]) -> float:
@@ -453,13 +507,13 @@ def second_highest(values: Sequence[float] | deque[float]) -> float:
     return sorted(values)[-2:][0] if values else 0.0
 
 
-def middle_mean(values: Sequence[float] | deque[float], trim: float = 0.25) -> float:
-    """The mean without that share of the values at each end, one at least; of fewer than four the lower median."""
+def middle_mean(values: Sequence[float] | deque[float]) -> float:
+    """The mean of the middle half of the values; of fewer than four the lower median."""
     ordered = sorted(values)
     count = len(ordered)
     if count < 4:
         return ordered[(count - 1) // 2]
-    ends = max(1, int(trim * count))
+    ends = count // 4
     middle = ordered[ends : count - ends]
     return sum(middle) / len(middle)
 

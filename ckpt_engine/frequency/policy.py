@@ -53,6 +53,7 @@ class Costs:
             queues.
         written_bytes: bytes one snapshot writes.
         worst_latency_seconds: the longest of the recent latencies; a promise about lost work counts with it.
+        hook_share: what the engine's hooks take of training at each step, whether a snapshot follows or not.
     """
 
     step_seconds: float
@@ -62,6 +63,7 @@ class Costs:
     busy_seconds: float = 0.0
     written_bytes: float = 0.0
     worst_latency_seconds: float = 0.0
+    hook_share: float = 0.0
 
     @property
     def promised_latency_seconds(self) -> float:
@@ -244,7 +246,8 @@ class AdaptivePolicy:
         settings, step = self.settings, costs.step_seconds
         rates = {one: min(rate, 1e15) if rate > 0.0 else 0.0 for one, rate in rates.items()}
         levels = self.levels(costs, memory_seconds, far)
-        best = best_intervals(levels, rates, settings.budget, settings.limits)
+        budget = left_for_snapshots(settings.budget, costs.hook_share)
+        best = best_intervals(levels, rates, budget, settings.limits)
         memory = memory_seconds is not None and settings.memory is not None
         near = at = int(memory)
         if math.isinf(best.seconds[near]) and near + 1 < len(levels) and near not in best.goes_back_to.values():
@@ -259,7 +262,7 @@ class AdaptivePolicy:
             failure=round(_quotient(best.unbudgeted_seconds[at], step)),
             rpo=_rpo_steps(limit, costs.promised_latency_seconds, step),
         )
-        more = partial(best_intervals, levels, rates, settings.budget + 0.01, settings.limits)
+        more = partial(best_intervals, levels, rates, budget + 0.01, settings.limits)
         return Decision(
             bounds.target,
             bounds,
@@ -276,6 +279,11 @@ class AdaptivePolicy:
     def _busy(self, costs: Costs) -> float:
         """Seconds between two snapshots that the writer needs."""
         return max(_seconds(costs.latency_seconds) / self.settings.slots, _seconds(costs.busy_seconds))
+
+
+def left_for_snapshots(budget: float, hook_share: float) -> float:
+    """What the hooks of each step leave of a budget, half of it at least: no interval makes hooks any cheaper."""
+    return max(budget - hook_share, budget / 2.0)
 
 
 def _limit(settings: FrequencySettings, best: JointIntervals, *levels: int) -> float:
@@ -303,7 +311,6 @@ def settle(current_steps: int | None, wanted: Decision, *, held_back: bool) -> D
     steps = current_steps if stays else target
     if wanted.bounds.feasible:
         steps = min(steps, wanted.bounds.rpo)
-    steps = max(1, steps)
     return wanted if steps == wanted.interval_steps else replace(wanted, interval_steps=steps)
 
 

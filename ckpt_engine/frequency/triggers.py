@@ -15,7 +15,7 @@ import math
 from typing import Final, NamedTuple, Protocol
 
 from ckpt_engine.frequency.measure import RobustBaseline
-from ckpt_engine.frequency.policy import Decision, FrequencySettings, MemoryRhythm, settle
+from ckpt_engine.frequency.policy import Decision, FrequencySettings, MemoryRhythm, left_for_snapshots, settle
 from ckpt_engine.observe.units import duration
 
 # Values of `SnapshotInfo.reason`; the order is the order in which triggers due at the same boundary are asked.
@@ -174,7 +174,7 @@ class AdaptiveTrigger:
         self.review_step = 0
         self.calibrating = False
         self.uneven = False
-        """Some steps are slow for reasons of their own, perhaps at regular distances: see `_spread`."""
+        """Some steps are slow or quick for reasons of their own, perhaps at regular distances: see `_spread`."""
         self._windows = self._windows_without_quiet = 0
 
     def restart(self, step: int) -> None:
@@ -233,7 +233,7 @@ class AdaptiveTrigger:
         return TriggerAnswer(due=False, again_step=again, again_time=min(deadline, now + hold * each - since))
 
     def _spread(self) -> float:
-        """A factor on the interval, around 1: what is slow at regular distances must not meet each snapshot, or none.
+        """A factor on the interval, around 1: what comes at regular distances must not meet each snapshot, or none.
 
         Multiples of the golden ratio fill a range more evenly than chance does (Weyl 1916).
         """
@@ -283,11 +283,12 @@ class Account:
             at every step.
         paused_seconds: stalls, fences and waits for a slot.
         slowdown_seconds: how much longer disturbed steps were, as `CostMeter` believes it of each snapshot.
-        earlier: clean training and overhead of earlier attempts of this run, which only `overhead_fraction` counts.
+        hook_seconds: what the engine's hooks took at each step, whether a snapshot followed or not.
+        earlier: clean training, overhead of snapshots and time of hooks in earlier attempts of this run.
     """
 
-    def __init__(self, earlier: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.training_seconds = self.paused_seconds = self.slowdown_seconds = 0.0
+    def __init__(self, earlier: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> None:
+        self.training_seconds = self.paused_seconds = self.slowdown_seconds = self.hook_seconds = 0.0
         self.earlier = earlier
         self._credit: float | None = None
         self._clean = 0.0
@@ -298,16 +299,22 @@ class Account:
         return self.paused_seconds + self.slowdown_seconds
 
     @property
-    def totals(self) -> tuple[float, float]:
-        """Seconds of clean training and of overhead of the whole run."""
-        clean, spent = self.earlier
-        return clean + self.training_seconds - self.slowdown_seconds, spent + self.spent_seconds
+    def totals(self) -> tuple[float, float, float]:
+        """Seconds of clean training, of snapshots and of hooks in the whole run."""
+        clean, spent, hooks = self.earlier
+        clean += self.training_seconds - self.slowdown_seconds
+        return clean, spent + self.spent_seconds, hooks + self.hook_seconds
 
     @property
     def overhead_fraction(self) -> float:
-        """(stalls + fences + waits + slowdown) / training time without them; 0.0 before training."""
-        clean, spent = self.totals
-        return spent / clean if clean > 0.0 else 0.0
+        """(stalls + fences + waits + slowdown + hooks) / training time without them; 0.0 before training."""
+        clean, spent, hooks = self.totals
+        return (spent + hooks) / clean if clean > 0.0 else 0.0
+
+    @property
+    def hook_share(self) -> float:
+        """What the hooks of this process take of training."""
+        return self.hook_seconds / (self.training_seconds or math.inf)
 
     def credit(self, budget: float, most_seconds: float) -> float:
         """Seconds of overhead that may be spent now; negative is debt.
@@ -315,11 +322,11 @@ class Account:
         Credit beyond `most_seconds` is lost: what was not needed for hours must not be spent in a minute.
         """
         if self._credit is None:
-            clean, spent = self.earlier
+            clean, spent, _ = self.earlier
             most = budget * CREDIT_SECONDS
             self._credit = max(-most, min(budget * clean - spent, most))
         clean, spent = self.training_seconds - self.slowdown_seconds, self.spent_seconds
-        self._credit += budget * (clean - self._clean) - (spent - self._spent)
+        self._credit += left_for_snapshots(budget, self.hook_share) * (clean - self._clean) - (spent - self._spent)
         self._credit = min(self._credit, most_seconds)
         self._clean, self._spent = clean, spent
         return self._credit

@@ -15,7 +15,15 @@ import torch
 
 from ckpt_engine.errors import ForeignError, MismatchError
 from ckpt_engine.interop import weight_files
-from ckpt_engine.interop.folder_files import MODEL, MODEL_TORCH, SCALER, optional, recorded_streams
+from ckpt_engine.interop.folder_files import (
+    FIRST_STREAMS,
+    MODEL,
+    MODEL_TORCH,
+    NO_STREAMS,
+    SCALER,
+    optional,
+    recorded_streams,
+)
 from ckpt_engine.interop.imported import Advance, Imported, whole_number
 from ckpt_engine.interop.legacy_streams import to_legacy
 from ckpt_engine.interop.state_parts import CUSTOM, LOADERS, STREAMS, recognise
@@ -87,20 +95,16 @@ def read_accelerate(folder: Path, advance: Advance) -> Imported:
         ForeignError: it has no weights.
         UnstorableLeafError, CorruptError, StorageError: a file cannot be read.
     """
-    notes = []
     models = _each(lambda i: weight_files.read(folder, numbered(MODEL, i), numbered(MODEL_TORCH, i), advance))
     if not models:
         raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")
     there = partial(optional, folder, advance)
-    state: dict[str, Any] = {}
-    for key, found in (
-        ("model", models),
-        ("optimizer", _each(lambda i: there(numbered(OPTIMIZER, i)))),
-        ("scheduler", _each(lambda i: there(numbered(SCHEDULER, i)))),
-    ):
-        state |= {numbered(key, index): one for index, one in enumerate(found)}
-    if "optimizer" not in state:
-        notes.append("no optimizer in the folder")
+    parts = {
+        "model": models,
+        "optimizer": _each(lambda i: there(numbered(OPTIMIZER, i))),
+        "scheduler": _each(lambda i: there(numbered(SCHEDULER, i))),
+    }
+    state: dict[str, Any] = {numbered(key, i): one for key, found in parts.items() for i, one in enumerate(found)}
     custom = _each(lambda i: there(CUSTOM_FILE.format(i)))
     state |= {f"{CUSTOM}{index}": one for index, one in enumerate(custom)}
     state[LOADERS] = _each(lambda i: there(numbered(LOADER, i)))
@@ -110,13 +114,15 @@ def read_accelerate(folder: Path, advance: Advance) -> Imported:
     if isinstance(recorded, dict):
         step = _step(whole_number(recorded.get("step")), state)
         state[STREAMS] = recorded_streams(folder / STREAMS_FILE.format(0), recorded, _STREAMS)
-    else:
-        notes.append("it has no random streams")
-    if (folder / STREAMS_FILE.format(1)).exists():
-        notes.append("it is of several processes: the random streams of the first one are kept")
-    if (folder / "sampler.bin").exists():
-        notes.append("sampler.bin left out: it is a pickled object; Accelerate makes its sampler again from the seed")
-    return Imported("accelerate", state, step, None, tuple(notes))
+    notes = {
+        "no optimizer in the folder": "optimizer" not in state,
+        NO_STREAMS: STREAMS not in state,
+        FIRST_STREAMS: (folder / STREAMS_FILE.format(1)).exists(),
+        "sampler.bin left out: it is a pickled object; Accelerate makes its sampler again from the seed": (
+            folder / "sampler.bin"
+        ).exists(),
+    }
+    return Imported("accelerate", state, step, None, tuple(note for note, applies in notes.items() if applies))
 
 
 def _step(recorded: int | None, state: dict[str, Any]) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,13 @@ def host(tensor: torch.Tensor, where: str) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
+def put_at(root: dict[Any, Any], path: Sequence[Any], value: Any, inner: Callable[[], dict[Any, Any]] = dict) -> None:
+    """Puts a value into dicts in each other; `inner` makes those that are not there yet."""
+    for key in path[:-1]:
+        root = root.setdefault(key, inner())
+    root[path[-1]] = value
+
+
 class Container:
     """The image of a data file over live tensors: nothing big is copied.
 
@@ -116,7 +123,7 @@ class Container:
             at += nbytes
         cut_layout = CutLayout.of(Layout(len(self._header), at, tuple(layouts)))
         pieces = [
-            flat_bytes(one.tensor).data[extent.offset - layout.offset :][: extent.nbytes]
+            flat_bytes(one.tensor).data[extent.start - layout.offset : extent.stop - layout.offset]
             for one, layout, extents in zip(self._arrays, layouts, cut_layout.extents, strict=True)
             for extent in extents
         ]

@@ -32,6 +32,7 @@ from ckpt_engine.errors import (
     UnstorableLeafError,
 )
 from ckpt_engine.interop import safe_load
+from ckpt_engine.interop.dcp_container import put_at
 from ckpt_engine.interop.file_bounds import require_honest
 from ckpt_engine.interop.imported import Advance, Imported, of_state
 from ckpt_engine.interop.state_parts import is_optimizer
@@ -68,18 +69,13 @@ def check_dcp(state: Any, info: SnapshotInfo) -> None:
 
 
 def write_dcp(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
-    """From this one process. Raises MismatchError: something in it cannot be pickled."""
+    """From this one process. Raises what a value does that cannot be pickled."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")
             save(state, storage_writer=filesystem.FileSystemWriter(folder, single_file_per_rank=True))
     except CheckpointException as err:  # no Exception: code that catches those does not see it
-        cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
-        if isinstance(cause, OSError):
-            raise cause from err
-        raise MismatchError(
-            f"the state cannot become dcp: {type(cause).__name__}: {cause}", hint="--to safetensors exports its tensors"
-        ) from err
+        raise next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err) from err
     return ("dcp writes keys that are no text as text, and leaves empty dicts out",)
 
 
@@ -209,11 +205,7 @@ def _nested(flat: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
     """The state as it was before torch flattened it; text keys of optimizer states are numbers again."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
-        *outer, last = paths.get(name, (name,)) if isinstance(paths, Mapping) else (name,)
-        node = root
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[last] = value
+        put_at(root, paths.get(name, (name,)) if isinstance(paths, Mapping) else (name,), value)
     return {key: _mended(node) for key, node in root.items()}
 
 

@@ -159,7 +159,6 @@ class CkptReader(NamedByStep, StorageReader):
         assert outline is not None
         whole: dict[str, torch.Tensor] = {}
         parts: list[ArrayRegion] = []
-        boxes: dict[str, Sequence[Box]] = {}
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
             name = item.storage_index.fqn
@@ -174,7 +173,7 @@ class CkptReader(NamedByStep, StorageReader):
                 whole[stored.entry] = one.tensor
             else:
                 parts.append(one)
-                boxes[stored.entry] = stored.boxes
+        boxes = {one.entry: one.boxes for one in outline.tensors.values()}
         fill(outline.sources, outline.manifest, whole)
         self.unverified_bytes = read_regions(outline.sources, outline.manifest, parts, boxes)
         for item, target in tensors:

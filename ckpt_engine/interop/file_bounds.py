@@ -19,6 +19,7 @@ import torch
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.interop.imported import Advance
 from ckpt_engine.state.flatten import MAX_DEPTH
+from ckpt_engine.store.json_checks import reading
 
 ANOTHER_COPY = "it is damaged or was not written to its end: take another copy, or an older checkpoint"
 _CHUNK_BYTES = 1 << 20
@@ -53,7 +54,7 @@ def require_bounded(value: Any, nbytes: int, what: str) -> None:
         elif isinstance(one, str | bytes | bytearray):
             written += len(one)
         else:
-            left += [(child, depth + 1) for child in _children(one)]
+            left += [(child, depth + 1) for _, child in children(one)]
         if depth > MAX_DEPTH:
             raise MismatchError(f"{what} is nested deeper than {MAX_DEPTH} levels, or contains itself")
         if values > most_values or written > most_bytes:
@@ -64,12 +65,14 @@ def require_bounded(value: Any, nbytes: int, what: str) -> None:
             )
 
 
-def _children(one: Any) -> Iterable[Any]:
+def children(one: Any) -> Iterable[tuple[Any, Any]]:
+    """What is right below a value that a file of torch.save has, keys included, each with the name of its place."""
     if isinstance(one, Mapping):
-        return [*one.keys(), *one.values(), *([one._metadata] if hasattr(one, "_metadata") else [])]
+        more = [("_metadata", one._metadata)] if hasattr(one, "_metadata") else []
+        return [*(("(key)", key) for key in one), *one.items(), *more]
     if isinstance(one, list | tuple | set | frozenset):
-        return one
-    return vars(one).values() if isinstance(one, argparse.Namespace) else ()
+        return enumerate(one)
+    return vars(one).items() if isinstance(one, argparse.Namespace) else ()
 
 
 def _nbytes(array: Any) -> int:
@@ -114,10 +117,8 @@ def require_honest(pickle: bytes, what: str) -> None:
         CorruptError
     """
     makes_room = b"bytearray" in pickle
-    try:
+    with reading(f"{what} is no whole pickle"):
         for code, argument, _ in pickletools.genops(pickle):
             number = isinstance(argument, int) and argument > len(pickle)
             if (number and (code.name in _MEMO or (makes_room and code.name in _NUMBERS))) or code.name == "BYTEARRAY8":
                 raise CorruptError(f"{what} asks for room for {argument} bytes, more than it has")
-    except ValueError as err:
-        raise CorruptError(f"{what} is no whole pickle: {err}") from err

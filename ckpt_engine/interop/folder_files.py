@@ -13,6 +13,8 @@ from ckpt_engine.interop.legacy_streams import from_legacy
 
 MODEL, MODEL_TORCH = "model.safetensors", "pytorch_model.bin"
 SCALER = "scaler.pt"
+NO_STREAMS = "it has no random streams"
+FIRST_STREAMS = "it is of several processes: the random streams of the first one are kept"
 
 
 def optional(folder: Path, advance: Advance, name: str) -> Any:

@@ -15,6 +15,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from ckpt_engine.errors import CorruptError, ForeignError, StorageMissingError, UnstorableLeafError
-from ckpt_engine.interop.file_bounds import ANOTHER_COPY, require_bounded, require_stored
+from ckpt_engine.errors import CorruptError, ForeignError, UnstorableLeafError
+from ckpt_engine.interop.file_bounds import ANOTHER_COPY, children, require_bounded, require_stored
 from ckpt_engine.interop.imported import Advance
 from ckpt_engine.observe import units
 from ckpt_engine.store.storage.disk import translated
@@ -66,9 +67,6 @@ class Refused:
     def __new__(cls, *_: Any, **__: Any) -> Refused:
         return object.__new__(cls)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Keeps nothing."""
-
     def __setstate__(self, state: Any) -> None:
         """Keeps nothing."""
 
@@ -99,17 +97,11 @@ def load(path: Path, advance: Advance | None = None, may_lose: MayLose | None = 
         StorageError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            file.read(1)
         if zipped := is_zip(path):
             require_stored(path, path.stat().st_size, str(path), advance)
         elif advance is not None:
             advance(path.stat().st_size)
         return Opened(_load(path, mmap=zipped), {})
-    except FileNotFoundError as err:
-        raise StorageMissingError(
-            f"{path} does not exist", hint="check the path: it is relative to the working directory"
-        ) from err
     except OSError as err:
         if err.errno == errno.EINVAL:
             raise _foreign(path, err) from err  # of the place of a part
@@ -124,10 +116,9 @@ def is_zip(path: Path) -> bool:
     Raises:
         OSError: it cannot be read.
     """
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # a damaged end can look like one volume of several
-        return False
+    with path.open("rb") as file, suppress(zipfile.BadZipFile):  # a damaged end can look like one volume of several
+        return zipfile.is_zipfile(file)
+    return False
 
 
 def load_bytes(data: bytes, what: str) -> Any:
@@ -185,15 +176,8 @@ def _places(node: Any, where: Where) -> Iterator[tuple[Where, str]]:
     """Where stand-ins are."""
     if isinstance(node, Refused) or (isinstance(node, type) and issubclass(node, Refused)):
         yield where, node.name
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
-            yield from _places(key, (*where, "(key)"))
-            yield from _places(child, (*where, key if not isinstance(key, Refused) else key.name))
-    elif isinstance(node, list | tuple | set | frozenset):
-        for index, child in enumerate(node):
-            yield from _places(child, (*where, index))
-    elif isinstance(node, argparse.Namespace):
-        yield from _places(vars(node), where)
+    for key, child in children(node):
+        yield from _places(child, (*where, key.name if isinstance(key, Refused) else key))
 
 
 def _without(node: Any, lost: set[tuple[str, ...]], where: tuple[str, ...]) -> Any:

@@ -9,16 +9,31 @@ from typing import Any
 
 import torch
 
-from ckpt_engine.errors import CorruptError, ForeignError, MismatchError
+from ckpt_engine.errors import ForeignError, MismatchError
 from ckpt_engine.interop import safe_load, weight_files
-from ckpt_engine.interop.folder_files import MODEL, MODEL_TORCH, SCALER, optional, recorded_streams
+from ckpt_engine.interop.folder_files import (
+    FIRST_STREAMS,
+    MODEL,
+    MODEL_TORCH,
+    NO_STREAMS,
+    SCALER,
+    optional,
+    recorded_streams,
+)
 from ckpt_engine.interop.imported import Advance, Imported, whole_number
 from ckpt_engine.interop.legacy_streams import to_legacy
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE, is_kept_file, recognise
+from ckpt_engine.store.json_checks import reading
 from ckpt_engine.store.manifest import SnapshotInfo
 
 CONFIG = "config.json"
 _STATES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": SCALER}
+_WITHOUT = {
+    "optimizers": "no optimizer state in the snapshot: the Trainer resumes with a fresh one",
+    "schedulers": "no scheduler state in the snapshot: the Trainer resumes with a fresh one",
+    "streams": "no random streams in the snapshot: the Trainer leaves them as they are",
+}
+"""What it means for the Trainer that a snapshot lacks one of its `StateParts`."""
 STREAMS_FILE = "rng_state.pth"
 _TRAINER_STREAMS = ("python", "numpy", "cpu", "cuda")
 STATE_FILE = "trainer_state.json"
@@ -55,15 +70,12 @@ def write_transformers(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, 
     if parts.trainer_state is None:
         return (*notes, "no state of a Trainer in the snapshot: this is for from_pretrained, and not for resuming")
     states = (parts.optimizers, parts.schedulers, parts.scalers)
-    for (kind, name), found in zip(_STATES.items(), states, strict=True):
+    for name, found in zip(_STATES.values(), states, strict=True):
         for one in list(found.values())[:1]:
             torch.save(one, folder / name)
-        if not found and kind != "scaler":
-            notes.append(f"no {kind} state in the snapshot: the Trainer resumes with a fresh one")
     if parts.streams is not None:
         write_streams(parts.streams, folder)
-    else:
-        notes.append("no random streams in the snapshot: the Trainer leaves them as they are")
+    notes += [note for part, note in _WITHOUT.items() if not getattr(parts, part)]
     # A Trainer that resumes counts on an entry for its own switches when it saves next.
     callbacks = {**_SWITCHES, **(parts.trainer_state.get("stateful_callbacks") or {})}
     text = json.dumps({**parts.trainer_state, "stateful_callbacks": callbacks}, indent=2, sort_keys=True)
@@ -97,28 +109,27 @@ def read_transformers(folder: Path, advance: Advance) -> Imported:
         )
     if model is None:
         raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")
-    try:
+    with reading(f"{folder / STATE_FILE} is not the state of a Trainer"):
         trainer_state = json.loads((folder / STATE_FILE).read_bytes())
         step, epoch = whole_number(trainer_state["global_step"]), whole_number((trainer_state.get("epoch") or 0) // 1)
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{folder / STATE_FILE} is not the state of a Trainer: {err}") from err
     states = {key: optional(folder, advance, name) for key, name in _STATES.items()}
     state: dict[str, Any] = {"model": model, **{key: one for key, one in states.items() if one is not None}}
-    notes = [f"no {key} in the folder" for key in ("optimizer", "scheduler") if key not in state]
-    names = (STREAMS_FILE, "rng_state_0.pth")
-    if (recorded := next((folder / name for name in names if (folder / name).exists()), None)) is None:
-        notes.append("it has no random streams")
-    else:
+    files = (folder / STREAMS_FILE, folder / "rng_state_0.pth")
+    if (recorded := next((one for one in files if one.exists()), None)) is not None:
         state[STREAMS] = recorded_streams(recorded, safe_load.load(recorded, advance).value, _TRAINER_STREAMS)
-        if recorded.name != STREAMS_FILE:
-            notes.append("it is of several processes: the random streams of the first one are kept")
+    notes = {
+        "no optimizer in the folder": "optimizer" not in state,
+        "no scheduler in the folder": "scheduler" not in state,
+        NO_STREAMS: STREAMS not in state,
+        FIRST_STREAMS: recorded == files[1],
+        f"{ARGUMENTS} left out: it is a pickled object, and resuming does not read it": (folder / ARGUMENTS).exists(),
+    }
     state[TRAINER_STATE] = trainer_state
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and is_kept_file(path.name)]
+    known = [path for path in sorted(folder.iterdir()) if path.is_file() and is_kept_file(path.name)]
     # An index of weights is not kept: these are one file again when exported.
-    kept = [path for path in files if path.name != STATE_FILE and not path.name.endswith(".index.json")]
+    kept = [path for path in known if path.name != STATE_FILE and not path.name.endswith(".index.json")]
     state[FILES] = {path.name: path.read_bytes() for path in kept}
-    if (folder / ARGUMENTS).exists():
-        notes.append(f"{ARGUMENTS} left out: it is a pickled object, and resuming does not read it")
     # What grows with the run, and what is put back by other means, is in the state only.
     about = {TRAINER_STATE: {**trainer_state, "log_history": [], "stateful_callbacks": {}}}
-    return Imported("transformers", state, step, epoch, tuple(notes), about)
+    found = tuple(note for note, applies in notes.items() if applies)
+    return Imported("transformers", state, step, epoch, found, about)

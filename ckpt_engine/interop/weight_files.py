@@ -12,9 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ckpt_engine.errors import CorruptError, StorageMissingError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.interop import safe_load
 from ckpt_engine.interop.imported import Advance
 from ckpt_engine.store.container import DTYPES
+from ckpt_engine.store.json_checks import reading
 
 
 def write(state_dict: Mapping[str, Any], folder: Path, name: str, torch_name: str) -> tuple[str, ...]:
@@ -32,20 +34,17 @@ def write(state_dict: Mapping[str, Any], folder: Path, name: str, torch_name: st
 
 def untied(state_dict: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Contiguous tensors that share no memory, and for each name left out the name of the same tensor."""
-    apart: dict[str, torch.Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    memory: set[int] = set()
-    for name, tensor in state_dict.items():
-        where = tensor.untyped_storage().data_ptr()
-        key = (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in first:
-            tied[name] = first[key]
-        else:
-            first[key] = name
-            plain = tensor.detach().contiguous()
-            apart[name] = plain.clone() if tensor.numel() and where in memory else plain
-            memory.add(where)
+    full = {name: tensor for name, tensor in state_dict.items() if tensor.numel()}
+    same = {
+        name: (one.untyped_storage().data_ptr(), one.storage_offset(), one.shape, one.stride(), one.dtype)
+        for name, one in full.items()
+    }
+    names = grouped((key, name) for name, key in same.items())
+    tied = {name: names[key][0] for name, key in same.items() if names[key][0] != name}
+    apart = {name: one.detach().contiguous() for name, one in state_dict.items() if name not in tied}
+    in_memory = grouped((same[name][0], name) for name in full if name not in tied)
+    for name in (one for _, *others in in_memory.values() for one in others):
+        apart[name] = apart[name].clone()
     return apart, tied
 
 
@@ -68,11 +67,9 @@ def _parts(folder: Path, name: str) -> list[Path]:
         return [folder / name]
     if not (index := folder / f"{name}.index.json").exists():
         return []
-    try:
+    with reading(f"{index} is not an index of weights"):
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = [folder / Path(one).name for one in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{index} is not an index of weights: {err}") from err
     for file in files:
         if not file.exists():
             raise StorageMissingError(f"{file}, a part of the weights, is missing")

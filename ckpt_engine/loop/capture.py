@@ -210,14 +210,20 @@ class Packer:
         return self._joined([head, *blocks[False]], blocks[True])
 
     def _joined(self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The bytes of the host, behind them those of GPUs, and zeros."""
-        packed = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
-        head = torch.cat(list(host))
+        """The bytes of the host, behind them those of GPUs, and zeros.
+
+        Without torch's team of threads, as that waits for a core where something else uses one (decision 0006).
+        """
+        room, end = np.zeros(self._nbytes, np.uint8), sum(map(len, host))
+        np.concatenate([block.numpy() for block in host], out=room[:end])
+        packed = torch.from_numpy(room)
+        if self._device is None:
+            return packed
         # Only from page-locked memory the host does not wait for a copy to a device.
-        packed[: len(head)].copy_(head if self._device is None else head.pin_memory(), non_blocking=True)
+        packed = packed.pin_memory().to(self._device, non_blocking=True)
         if device:
             tail = torch.cat([block.to(self._device, non_blocking=True) for block in device])
-            packed[len(head) : len(head) + len(tail)].copy_(tail)
+            packed[end : end + len(tail)].copy_(tail)
         return packed
 
     def _node(self, key: str, component: Any, places: dict[int, tuple[int, torch.Tensor]]) -> Any:

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -113,9 +113,9 @@ class Feed:
         self.asked_at = self.begun_at = self.left_at = 0
         """When a batch was last asked for, the last pass began, and the one before it was over; in order."""
         self.lead = Lead()
-        self._lookahead, self._recorded = source.lookahead, 0
-        self.dispatched, self._inexact = source.dispatched, source.inexact
-        self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
+        self.source = replace(source, outer=None, base=cast("Any", None))
+        """The source without its loaders: see `_outer`."""
+        self._recorded = 0
         self._count_at_begin, self._base_begun = 0, False
         self._resumed: State | None = None
         self._streams: Mapping[str, Any] | None = None
@@ -140,7 +140,8 @@ class Feed:
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
         dealt = self.position.dealt
-        exhausted = bool(getattr(deref(self._outer), self._ended_by)) if self._share == 0 else self.position.exhausted
+        asked = self.source.share > 0
+        exhausted = self.position.exhausted if asked else bool(getattr(deref(self._outer), self.source.ended))
         return self.delivered > 0 and (exhausted or self.delivered == (self._length if dealt is None else dealt[1]))
 
     @property
@@ -157,9 +158,9 @@ class Feed:
     def restoration(self) -> Restoration | None:
         """How exactly the position was put back."""
         found = self.position.restoration
-        if found is None or not self._inexact or found.phase != "within":
+        if found is None or not self.source.inexact or found.phase != "within":
             return found
-        return replace(found, exactness=found.exactness.lowered(Level.ORDER_ONLY, self._inexact))
+        return replace(found, exactness=found.exactness.lowered(Level.ORDER_ONLY, self.source.inexact))
 
     @property
     def trained_on(self) -> int:
@@ -207,10 +208,10 @@ class Feed:
     def lead_known(self) -> None:
         """It is known how far the loop reads ahead: the positions of that many batches are recorded from now on."""
         ahead = self.lead.ahead or 0
-        if ahead and self._share != 1:
+        if ahead and self.source.share != 1:
             self.lead.ahead, self.lead.unclear = 0, ahead
         elif ahead:
-            self.position.lookahead, self._recorded = self._lookahead + ahead, 0
+            self.position.lookahead, self._recorded = self.source.lookahead + ahead, 0
         if self.lead.unclear:
             self.say(
                 f"the first step of a pass over {self.name!r} takes {self.lead.unclear} batches more than the next: "
@@ -220,9 +221,7 @@ class Feed:
 
     def state(self) -> State:
         """Where the consumer is, at a fetch boundary of any feed."""
-        if self._resumed is not None:
-            return self._resumed
-        if self.phase in OPEN and (self.delivered > 0 or self._base_begun):
+        if self._resumed is None and self.phase in OPEN and (self.delivered > 0 or self._base_begun):
             state = self._assemble(self._position(), self.trained_on, self._count_at_begin)
             known = None if self.lead.unclear else self.lead.ahead  # else a resumed run finds out, and says so
             return state | {"open": True, "trained": self.trained, "ahead": known}
@@ -245,9 +244,9 @@ class Feed:
         """
         self._before = (self.delivered, self.epochs, self.starts_only, self.phase, self._count())
         # The position installs them at the first fetch of a batch.
-        late = self._share == 0 and state["position"]["phase"] == "within"
+        late = self.source.share == 0 and state["position"]["phase"] == "within"
         self._streams = streams if late else None
-        if self.dispatched and on_change is OnChange.CONTINUE:
+        if self.source.dispatched and on_change is OnChange.CONTINUE:
             on_change = OnChange.REFUSE  # one process fetches for all: no rank has samples of its own to divide
         # An iterator that is running is asked until it ends, also by who counts batches.
         at_end: Any = "finish_epoch" if state.get("open") else "next_epoch"
@@ -265,9 +264,9 @@ class Feed:
         self.longest = state.get("longest")
         if (ahead := state.get("ahead")) is not None:
             self.lead.ahead, self._recorded = ahead, ahead
-            self.position.lookahead = self._lookahead + ahead
-        if self._counter:
-            setattr(deref(self._outer), self._counter, state["counter"])
+            self.position.lookahead = self.source.lookahead + ahead
+        if self.source.counter:
+            setattr(deref(self._outer), self.source.counter, state["counter"])
 
     def begin_after(self, epochs: int, batches: int) -> None:
         """The next pass comes after so many others, and starts after so many of its batches.
@@ -275,7 +274,7 @@ class Feed:
         For a run whose position is not recorded. The loader must know its epoch before.
         """
         if batches:
-            position = self.position.state_after(batches * self._share)
+            position = self.position.state_after(batches * self.source.share)
             state = {"position": position, "counter": self._count(), "delivered": batches}
             self.load({**state, "epochs": epochs, "starts_only": False}, None)
         self.epochs = epochs
@@ -288,8 +287,8 @@ class Feed:
         self.delivered, self.epochs, self.starts_only, phase, count = self._before
         if self.phase is UNBEGUN:
             self.phase = self.phase.to(phase)
-        if self._counter:
-            setattr(deref(self._outer), self._counter, count)
+        if self.source.counter:
+            setattr(deref(self._outer), self.source.counter, count)
         self.position.forget()
 
     def leave(self) -> None:
@@ -372,8 +371,8 @@ class Feed:
 
     def _position(self) -> State:
         """Of the torch loader, after what was given of it."""
-        taken = self.trained_on * self._share
-        if self._share > 1 and self.position.exhausted:
+        taken = self.trained_on * self.source.share
+        if self.source.share > 1 and self.position.exhausted:
             taken = min(taken, self.position.fetched)  # the last batch may be made of fewer
         return self.position.state(taken)
 
@@ -390,7 +389,7 @@ class Feed:
         }
 
     def _count(self) -> int:
-        return int(getattr(deref(self._outer), self._counter)) if self._counter else 0
+        return int(getattr(deref(self._outer), self.source.counter)) if self.source.counter else 0
 
     def _run(self) -> None:
         self.phase = self.phase.to(RUNNING)
@@ -432,7 +431,7 @@ class _Pass(Proxy):
                 feed.lead.given(batch)
             if (listener := feed._listener()) is not None:
                 listener.given(feed, batch)
-            if feed._share == 0:
+            if feed.source.share == 0:
                 feed.position.forget()  # a loaded position holds until a batch is fetched
         elif feed.phase in OPEN:
             feed.say(f"two passes over {feed.name!r} run at the same time: make a second DataLoader and track both")

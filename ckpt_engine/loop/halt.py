@@ -189,6 +189,8 @@ class Halt(Ending):
             if not budget and self._cadence.interval_steps is not None and fraction > at_most:
                 budget = " (every_n_steps is set: no budget applies)"
             overhead = f"overhead {share(fraction)}{budget}"
+            if (decision := self._cadence.decision) is not None and decision.costs.hook_share > at_most / 10.0:
+                overhead += f", {share(decision.costs.hook_share)} in hooks of each step"
             loaded = self._engine.loaded
             resumed = None if loaded is None else (loaded.info.step, loaded.place)
             announce(self._log, self.watch.summary(overhead, resumed, self._cadence.overtaken))

@@ -265,7 +265,7 @@ class LoopResume(Resume):
         streams, feeds = elastic.streams, dict(own["feeds"])
         for feed in self._feeds:
             positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
-            if feed.dispatched:
+            if feed.source.dispatched:
                 require_between_epochs(positions)
             if len(positions) == elastic.saved_size:
                 position = elastic.position(feed.position, positions)

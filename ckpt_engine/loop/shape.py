@@ -288,19 +288,16 @@ def differences(name: str, saved: Sequence[Sequence[Any]], now: Sequence[Count],
         before = saved[number][1] if number < len(saved) and saved[number][0] == kind else None
         if count is not None and count == (given if before is None and kind != "zip" else before):
             continue
-        where = f"{kind} around {name!r} ({line})"
         if kind == "enumerate" and alone and ask.only_shows_its_count():
             continue
-        if kind == "enumerate":
-            start = "" if before in (None, given) else f"{before - given} + "
-            found.append(f"{where} counts again after {given} batches: enumerate(…, {start}run.resumed_batches)")
-        elif kind == "islice":
-            found.append(f"{where} gives as many batches again after {given}: stop at n - run.resumed_batches")
-        else:
-            found.append(
-                f"{where} takes the other values from their beginning again after {given} batches: start them at "
-                "run.resumed_batches, as in range(run.resumed_batches, n), or track the loader they come from"
-            )
+        start = "" if before in (None, given) else f"{before - given} + "
+        again = {
+            "enumerate": f"counts again after {given} batches: enumerate(…, {start}run.resumed_batches)",
+            "islice": f"gives as many batches again after {given}: stop at n - run.resumed_batches",
+            "zip": f"takes the other values from their beginning again after {given} batches: start them at "
+            "run.resumed_batches, as in range(run.resumed_batches, n), or track the loader they come from",
+        }
+        found.append(f"{kind} around {name!r} ({line}) {again[kind]}")
     return found
 
 

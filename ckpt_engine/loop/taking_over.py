@@ -24,6 +24,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.data.exactness import Level, Restoration
 from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import Teams
+from ckpt_engine.data.streams import same
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, MismatchError
 from ckpt_engine.loop.capture import (
@@ -231,9 +232,9 @@ class Resume(ABC):
 
     def _add_to_report(self, **more: Any) -> None:
         """Of a report that is published already."""
-        if self._report is not None:
+        if self._report is not None and self._rank == 0:
             self._report = replace(self._report, **more)
-            write(self._report, folder_of_report(self._engine.root_url, self._folder()), self._log, self._rank)
+            write(self._report, folder_of_report(self._engine.root_url, self._folder()), self._log)
 
     def note(self, text: str) -> None:
         """One more sentence for the report."""
@@ -285,7 +286,7 @@ class TrainerResume(Resume):
     """What a trainer that restores models and optimizers itself leaves to the engine."""
 
     count, restarts = staticmethod(count), staticmethod(restarts)
-    own_copy, mapped = staticmethod(stored.own_copy), staticmethod(mapped)
+    own_copy, mapped, same = staticmethod(stored.own_copy), staticmethod(mapped), staticmethod(same)
     inexact = staticmethod(inexact)
 
     @staticmethod
@@ -423,10 +424,8 @@ def publish(report: ResumeReport, folder: Path, log: logging.Logger, rank: int =
     return write(report, folder, log)
 
 
-def write(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
-    """The file alone, of the first rank."""
-    if rank:
-        return None
+def write(report: ResumeReport, folder: Path, log: logging.Logger) -> Path | None:
+    """The file alone."""
     try:
         return replace_file(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
     except OSError as err:

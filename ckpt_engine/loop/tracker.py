@@ -38,6 +38,7 @@ from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
 from ckpt_engine.observe.curves import Curve, Curves
+from ckpt_engine.observe.run_times import hook_time
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
@@ -121,6 +122,7 @@ class Tracker(LoopProgress):
 
     # ---- what the loop reads and calls
 
+    @hook_time.counted
     def step(self) -> None:
         """A boundary that the loop announces itself, as the last statement of its body.
 
@@ -242,6 +244,7 @@ class Tracker(LoopProgress):
 
     # ---- Listener
 
+    @hook_time.counted
     def asked(self, feed: Feed) -> None:
         """A followed loader is asked for a batch."""
         if feed.phase is BEGUN:
@@ -273,6 +276,7 @@ class Tracker(LoopProgress):
             self._failing.waits = True
         self._recent.add(feed)
 
+    @hook_time.counted
     def given(self, feed: Feed, batch: Any) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False
@@ -311,6 +315,7 @@ class Tracker(LoopProgress):
         elif self._steps and began is not None:
             self.evaluated(time.monotonic() - began)
 
+    @hook_time.counted
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
         optimizer = stepped if id(stepped) in self._loops.ids else self._loops.tracked(stepped)
         if optimizer is None:

@@ -19,3 +19,5 @@ OptionalSize = Annotated[int, Meta(ge=-1, le=MOST)]
 """The same, where -1 means that it is not known."""
 Seconds = Annotated[float, Meta(ge=0, le=LATEST_SECONDS)]
 """A duration, or a time since 1970."""
+SignedSeconds = Annotated[float, Meta(ge=-LATEST_SECONDS, le=LATEST_SECONDS)]
+"""A difference of two durations."""

@@ -7,16 +7,19 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from functools import wraps
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckpt_engine.observe.clock import Clock, age_of_process
 from ckpt_engine.observe.events import AttemptsFound
-from ckpt_engine.observe.number_types import Seconds
+from ckpt_engine.observe.number_types import Seconds, SignedSeconds
 
 if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
 
-TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "validation", "end")
+H = TypeVar("H", bound=Callable[..., Any])
+TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "hooks", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
 MEASURED = (
     "slowdown",
@@ -38,15 +41,25 @@ how long a rank has waited, on average, for others that snapshots blocked longer
 share of training, and the budget for it, 0.0 where there is none; the time until the next one is due."""
 
 
+def believed(estimate: float, error: float) -> float:
+    """What is believed of an estimate, given its standard error.
+
+    What chance explains is none (up to 1.7 errors: one of 25), and what is clearly above it counts in full: of four
+    errors 0.96, of ten 0.999.
+    """
+    return estimate * max(0.0, 1.0 - 9.0 * (error / estimate) ** 4) if estimate > 0.0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RunSpent:
     """What the time of a run went into, in seconds, of all its attempts and between them. The sum is wall time.
 
     Args:
         productive: training that was not lost, less `slowdown`; a step under way counts.
-        slowdown: by which steps next to snapshots were longer, as estimated.
+        slowdown: by which steps next to snapshots were longer, as believed.
         stall: that snapshots blocked training.
         fence: that training waited for a copy before it changed what is copied.
+        hooks: that training spent in the engine's own hooks at each step, whether a snapshot followed or not.
         replay: work that was done before a failure already, and steps that a failure has cut off.
         restore: reading a snapshot.
         startup: from the start of a process until it trains, `restore` not included.
@@ -54,14 +67,16 @@ class RunSpent:
         end: after the last step, until the last snapshot was durable.
         down: no process trained.
         unknown: of attempts that have recorded no more than how long they lasted.
-        slowdown_error: standard error of `slowdown`; no part of the sum.
+        slowdown_error: standard error of `slowdown_estimate`; no part of the sum.
         idle: that a rank waited, on average, for others that a snapshot blocked longer; in other parts already.
+        slowdown_estimate: the sum of all attempts, signed: chance cancels out before any of it is believed.
     """
 
     productive: Seconds = 0.0
     slowdown: Seconds = 0.0
     stall: Seconds = 0.0
     fence: Seconds = 0.0
+    hooks: Seconds = 0.0
     replay: Seconds = 0.0
     restore: Seconds = 0.0
     startup: Seconds = 0.0
@@ -71,6 +86,7 @@ class RunSpent:
     unknown: Seconds = 0.0
     slowdown_error: Seconds = 0.0
     idle: Seconds = 0.0
+    slowdown_estimate: SignedSeconds = 0.0
 
     @property
     def wall(self) -> float:
@@ -80,7 +96,11 @@ class RunSpent:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by name that make up the sum."""
-        return {name: seconds for name, seconds in asdict(self).items() if name not in ("slowdown_error", "idle")}
+        return {
+            name: seconds
+            for name, seconds in asdict(self).items()
+            if name not in ("slowdown_error", "idle", "slowdown_estimate")
+        }
 
     @property
     def idle_share(self) -> float:
@@ -104,13 +124,16 @@ class RunSpent:
         new = dict.fromkeys(self.parts, 0.0) | {name: times.get(name, 0.0) for name in TIMES}
         training = new.pop("training")
         share = training / (training + new["replay"]) if training > 0.0 else 0.0
-        new["slowdown"] = min(share * times.get("slowdown", 0.0), training)
+        estimate = self.slowdown_estimate + share * times.get("slowdown", 0.0)
+        error = math.hypot(self.slowdown_error, times.get("slowdown_error", 0.0))
+        trained = self.productive + self.slowdown + training
+        new["slowdown"] = min(believed(estimate, error), trained) - self.slowdown
         new["productive"] = training - new["slowdown"]
         new[rest] += max(0.0, lasted - sum(times.get(name, 0.0) for name in TIMES))
         new["down"] = max(0.0, down)
-        error = math.hypot(self.slowdown_error, times.get("slowdown_error", 0.0))
         sums = {name: was + new[name] for name, was in self.parts.items()}
-        return RunSpent(**sums, slowdown_error=error, idle=self.idle + times.get("idle", 0.0))
+        idle = self.idle + times.get("idle", 0.0)
+        return RunSpent(**sums, slowdown_error=error, idle=idle, slowdown_estimate=estimate)
 
     def numbers(self) -> dict[str, float]:
         """All of it for loggers and monitors: `run_stall_seconds` and so on, whose sum is wall time."""
@@ -119,6 +142,37 @@ class RunSpent:
             "goodput_percent": 100.0 * self.goodput,
             "idle_percent": 100.0 * self.idle_share,
         }
+
+
+class HookTime:
+    """How long training spends in the engine's own hooks, waits that are counted elsewhere not included.
+
+    Of this process, on the training thread.
+
+    Attributes:
+        seconds: so far.
+        booked: of these, what is in the times of a run.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.booked = self._left_out = 0.0
+
+    def counted(self, hook: H) -> H:
+        """`hook`, whose time counts: where one calls another, that of the outer one."""
+
+        @wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = perf_counter() - self._left_out - self.seconds
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.seconds = perf_counter() - self._left_out - began
+
+        return cast(H, run)
+
+    def leave_out(self, seconds: float) -> None:
+        """Training has waited for so long, in a hook or outside of them, and that is counted already."""
+        self._left_out += seconds
 
 
 class RunTimes:
@@ -155,6 +209,10 @@ class RunTimes:
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete."""
+        hooks = hook_time.seconds - hook_time.booked
+        hook_time.booked = hook_time.seconds
+        self.seconds["hooks"] += hooks
+        self._waited += hooks
         again = step <= self._reached
         self._account("startup" if not self._trains else "replay" if again else "training")
         self._trains = self._stepped = True
@@ -164,6 +222,7 @@ class RunTimes:
         """Training made no progress for so long, for a reason of `TIMES`."""
         self.seconds[name] += seconds
         self._waited += seconds
+        hook_time.leave_out(seconds)
 
     def blocked(self) -> float:
         """Seconds that snapshots have blocked training."""
@@ -196,6 +255,7 @@ class RunTimes:
         self._until, self._waited = now, 0.0
 
 
+hook_time = HookTime()
 _of_runs: dict[str, RunTimes] = {}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import threading
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 
 from ckpt_engine.config.sections import Source
 from ckpt_engine.observe.clock import Clock
+from ckpt_engine.writer.channel import readable
 
 ANSWER_SECONDS = 5.0
 """How long a page or a command may take."""
@@ -344,9 +344,7 @@ class Wake:
 
     def wait(self, seconds: float) -> list[int]:
         """Wait until it rings, at most so long; the numbers of the signals that rang."""
-        poll = select.poll()
-        poll.register(self._read, select.POLLIN)
-        if not poll.poll(max(0.0, seconds) * 1000.0):
+        if not readable(max(0.0, seconds), self._read):
             return []
         with suppress(BlockingIOError):
             return [number for number in os.read(self._read, _READ_BYTES) if number]

@@ -222,9 +222,8 @@ class PreemptionWatch:
             poll: takes in what the writer says.
             left: seconds that there are.
         """
-        pause = threading.Event()
         while self.flushing and (seconds := left()) > 0.0:
-            pause.wait(min(_PAUSE_SECONDS, seconds))
+            threading.Event().wait(min(_PAUSE_SECONDS, seconds))
             poll()
 
     def durable(self) -> str:
@@ -443,7 +442,7 @@ def _flush(root_url: str, ranks: Ranks | None) -> int | None:
 
 def _flush_one(root_url: str, rank: int) -> int | None:
     try:
-        reply = control.ask(root_url, {"what": control.FLUSH}, _ANSWER_SECONDS, rank)
+        reply = control.ask(root_url, {"what": control.Question.FLUSH}, _ANSWER_SECONDS, rank)
     except (CkptError, OSError) as err:
         LOG.warning("what is in memory cannot be made durable now: %s", err)
         return None

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_engine.copy.host_memory import shared_memory
 from ckpt_engine.errors import RanksError, ReplayError
 from ckpt_engine.observe.resume_report import Replay
+from ckpt_engine.observe.run_times import hook_time
 from ckpt_engine.probe.batch import digest_of
 from ckpt_engine.probe.rank_verdicts import joined, publish
 from ckpt_engine.probe.raw_memory import numpy_stream, torch_stream
@@ -214,6 +215,7 @@ class FlightRecorder:
 
     # ---- a step
 
+    @hook_time.counted
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         sampler = self._samplers.get(id(optimizer)) or self._follow(optimizer)
         if sampler is None or self._handle is None:

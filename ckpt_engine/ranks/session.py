@@ -379,7 +379,7 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     """
     memory = config.memory
     replicate = memory.replicate if memory is not None else None
-    machines = 0 if memory is None else PAIR if replicate is not None else memory.parity or 0
+    machines = 0 if memory is None else PAIR if replicate is not None else cast("int", memory.parity or 0)
     if ranks is not None and ranks.size > 1:
         limit = memory.bandwidth if memory is not None else None
         nearest = config.tiers[0]
@@ -429,9 +429,8 @@ class Beacon:
 
 def sees(root: Folder, beacon: str) -> bool:
     """Whether the beacon of this name is in `root`."""
-    never = threading.Event()
     for pause in LOOKS_SECONDS:
-        never.wait(pause)
+        threading.Event().wait(pause)
         with suppress(CkptError):
             next(iter(root.list("")), None)  # has an NFS client ask for folders that it believes to be missing
         with suppress(OSError):

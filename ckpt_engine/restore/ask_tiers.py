@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from ckpt_engine.copy.file_parity import restored
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
@@ -110,83 +110,82 @@ def ask(
         CkptError: no place answered; the error of the nearest.
     """
     answers: list[TierReply[T]] = [TierReply(place) for place in places]
-    _Query(answers, question, patience, say, silence).wait()
+    _wait(answers, question, patience, say, silence)
     if all(answer.error is not None for answer in answers):
         assert answers[0].error is not None
         raise answers[0].error
     return answers
 
 
-@dataclass(slots=True)
-class _Query(Generic[T]):
-    """One question to several places, each asked on a thread of its own, a daemon: it may hang for ever."""
+def _wait(
+    answers: Sequence[TierReply[T]],
+    question: Callable[[Repository], T],
+    patience: WaitPolicy[T],
+    say: Callable[[str], object],
+    silence: float,
+) -> None:
+    """Ask each place on a thread of its own, a daemon as it may hang for ever, and wait for as long as it makes sense.
 
-    _answers: Sequence[TierReply[T]]
-    _question: Callable[[Repository], T]
-    _patience: WaitPolicy[T]
-    _say: Callable[[str], object]
-    _silence: float
-    _open: dict[int, Future[T]] = field(default_factory=dict)
+    Afterwards each answer has a value or an error.
 
-    def wait(self) -> None:
-        """Ask, and wait for as long as it makes sense. Afterwards each answer has a value or an error.
+    Raises:
+        BaseException: of the question, if it is not of this project.
+    """
+    waiting: dict[int, Future[T]] = {}
+    began, said = time.monotonic(), 0.0
+    for number, answer in enumerate(answers):
+        url = answer.place.storage.url
+        before = _left.get(url)
+        if before is not None and not before[0].done():
+            answer.error = StorageError(before[1])
+            continue
+        _left.pop(url, None)
+        waiting[number] = ask_apart(partial(question, answer.place), "ckpt-places")
+    while True:
+        waited = time.monotonic() - began
+        for number, come in list(waiting.items()):
+            if come.done():
+                del waiting[number]
+                try:
+                    answers[number].value = come.result()
+                except CkptError as err:
+                    answers[number].error = err
+        if not waiting:
+            return
+        limit = patience(answers)
+        overdue = dict.fromkeys(_silent(answers, waiting, waited, silence), silence)
+        if waited >= limit:
+            overdue = dict.fromkeys(waiting, limit) | overdue
+        for number, seconds in overdue.items():
+            url = answers[number].place.storage.url
+            why = f"{url} did not answer within {seconds:.0f} s"
+            answers[number].error = StorageError(why)
+            _left[url] = waiting.pop(number), why
+        late = set[int]()
+        if waited >= TELL_SECONDS and said != limit:  # what is about to be left out is said then
+            late = set(waiting) - set(_silent(answers, waiting, waited, min(silence, RECENT_SECONDS)))
+        if not late:
+            left = (TELL_SECONDS if waited < TELL_SECONDS else limit) - waited
+            most = _LOOK_SECONDS if silence < math.inf else math.inf
+            futures.wait(waiting.values(), min(left, most), futures.FIRST_COMPLETED)
+            continue
+        said = limit
+        urls = ", ".join(answers[number].place.storage.url for number in sorted(late))
+        others = any(answer.value is not None for answer in answers)
+        why = ": no other place has a snapshot" if others and limit > ANSWER_SECONDS else ""
+        say(f"waiting for {urls}, up to {limit:.0f} s{why}")
 
-        Raises:
-            BaseException: of the question, if it is not of this project.
-        """
-        began, said = time.monotonic(), 0.0
-        for number, answer in enumerate(self._answers):
-            url = answer.place.storage.url
-            before = _left.get(url)
-            if before is not None and not before[0].done():
-                answer.error = StorageError(before[1])
-                continue
-            _left.pop(url, None)
-            self._open[number] = ask_apart(partial(self._question, answer.place), "ckpt-places")
-        while True:
-            waited = time.monotonic() - began
-            for number, come in list(self._open.items()):
-                if come.done():
-                    del self._open[number]
-                    try:
-                        self._answers[number].value = come.result()
-                    except CkptError as err:
-                        self._answers[number].error = err
-            if not self._open:
-                return
-            limit = self._patience(self._answers)
-            overdue = dict.fromkeys(self._silent(waited, self._silence), self._silence)
-            if waited >= limit:
-                overdue = dict.fromkeys(self._open, limit) | overdue
-            for number, seconds in overdue.items():
-                url = self._answers[number].place.storage.url
-                why = f"{url} did not answer within {seconds:.0f} s"
-                self._answers[number].error = StorageError(why)
-                _left[url] = self._open.pop(number), why
-            late = set[int]()
-            if waited >= TELL_SECONDS and said != limit:  # what is about to be left out is said then
-                late = set(self._open) - set(self._silent(waited, min(self._silence, RECENT_SECONDS)))
-            if not late:
-                left = (TELL_SECONDS if waited < TELL_SECONDS else limit) - waited
-                most = _LOOK_SECONDS if self._silence < math.inf else math.inf
-                futures.wait(self._open.values(), min(left, most), futures.FIRST_COMPLETED)
-                continue
-            said = limit
-            urls = ", ".join(self._answers[number].place.storage.url for number in sorted(late))
-            others = any(answer.value is not None for answer in self._answers)
-            why = ": no other place has a snapshot" if others and limit > ANSWER_SECONDS else ""
-            self._say(f"waiting for {urls}, up to {limit:.0f} s{why}")
 
-    def _silent(self, waited: float, seconds: float) -> list[int]:
-        """Those that have given no sign for so long, behind one that has something."""
-        found, behind = list[int](), False
-        for number, answer in enumerate(self._answers):
-            if behind and number in self._open:
-                silent_seconds = answer.place.storage.capabilities.silent_seconds
-                if (silent_seconds() if silent_seconds is not None else waited) >= seconds:
-                    found.append(number)
-            behind = behind or bool(answer.value)
-        return found
+def _silent(answers: Sequence[TierReply[T]], waiting: Container[int], waited: float, seconds: float) -> list[int]:
+    """Those still asked that have given no sign for so long, behind one that has something."""
+    found, behind = list[int](), False
+    for number, answer in enumerate(answers):
+        if behind and number in waiting:
+            silent_seconds = answer.place.storage.capabilities.silent_seconds
+            if (silent_seconds() if silent_seconds is not None else waited) >= seconds:
+                found.append(number)
+        behind = behind or bool(answer.value)
+    return found
 
 
 def of_one_run(answers: Sequence[TierReply[T]]) -> Sequence[TierReply[T]]:
@@ -237,32 +236,19 @@ def run_of(place: Repository) -> str | None:
     return record.run if record is not None else None
 
 
-def ids(place: Repository) -> tuple[ParsedId, ...]:
-    """All snapshots of a place by name."""
-    with _run_looked_up(place):
-        return place.ids()
-
-
-def infos(place: Repository) -> list[SnapshotInfo]:
-    """All snapshots of a place."""
-    with _run_looked_up(place):
-        return place.list()
-
-
-@contextmanager
-def _run_looked_up(place: Repository) -> Iterator[None]:
-    """The record is read, of an object store side by side with what is asked meanwhile: an answer may take a second."""
+def _ask_with_run(question: Callable[[Repository], T], place: Repository) -> T:
+    """The answer of a place, whose record is read with it: of an object store side by side, as it may take a second."""
     if not place.storage.capabilities.slow_answers:
         run_of(place)
-        yield
-        return
+        return question(place)
     looked = ask_apart(partial(run_of, place), "ckpt-places-run")
     try:
-        yield
+        found = question(place)
     finally:
         futures.wait([looked], LONGER_SECONDS)
     if looked.done():
         looked.result()
+    return found
 
 
 def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
@@ -353,7 +339,9 @@ class Sources:
                     self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, storage.url, why))
                 return
         assert first is not None
-        raise first
+        if (made_by := self._by_parity(name, start, out)) is None:
+            raise first
+        self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, made_by, first.message))
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
         """The bytes where they are, to be verified and not changed; None where they have to be read."""
@@ -383,7 +371,15 @@ class Sources:
                     self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
             self._damaged.add(name)
-        raise CorruptError(f"{entry!r}: {what}")
+        made_by = self._by_parity(name, piece.offset, out)
+        if made_by is None or digest(out) != piece.digest:
+            raise CorruptError(f"{entry!r}: {what}")
+        self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, made_by, what))
+
+    def _by_parity(self, name: str, start: int, out: memoryview) -> str | None:
+        """Fill `out` with bytes that parity makes again, to be verified; the URL of the parity, None: it cannot."""
+        self._damaged.add(name)
+        return next(filter(None, (restored(storage, name, start, out) for storage in self._storages)), None)
 
     def decoder(
         self,
@@ -414,3 +410,9 @@ def _without_frames(error: CkptError) -> CkptError:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
+
+
+ids = partial(_ask_with_run, Repository.ids)
+"""All snapshots of a place by name."""
+infos = partial(_ask_with_run, Repository.list)
+"""All snapshots of a place."""

@@ -15,6 +15,7 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
+from ckpt_engine.copy.file_parity import is_mendable
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -87,8 +88,14 @@ class SearchLog:
                 found.setdefault(url, UnreachableTier(url, StorageError.code, why))
         return tuple(found.values())
 
-    def reject(self, snapshot: str, error: CkptError) -> None:
-        """Note why a snapshot is not used."""
+    def reject(self, snapshot: str, error: CkptError, *, places: int = 0) -> None:
+        """Note why a snapshot is not used.
+
+        Raises:
+            StorageError: there is 1 place, and it does not say what it has.
+        """
+        if places == 1 and not isinstance(error, FormatError | StorageMissingError):
+            raise error
         self.rejected.append(RejectedCandidate(snapshot, error.code, error.message))
 
 
@@ -163,10 +170,9 @@ def candidates(
         try:
             first = next(copies)
         except (FormatError, StorageError) as err:
-            if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
-                raise
-            search.reject(parsed.id, err)
-            if all(_is_unfinished(parsed.id, one) for one in holders[parsed]):
+            search.reject(parsed.id, err, places=len(where))
+            nodes = [one.storage.capabilities.nodes for one in holders[parsed]]
+            if all(one is not None and parsed.id in one.unfinished for one in nodes):
                 search.unfinished.add(parsed.id)
             continue
         if lost := first.manifest.lacks:
@@ -201,9 +207,8 @@ def _nearest_first(
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
     store it themselves once the first candidate has turned out to be of no use.
     """
-    far, near = list[Repository](), list[Repository]()
-    for place in holders:
-        (far if place.storage.capabilities.slow_answers else near).append(place)
+    far = [place for place in holders if place.storage.capabilities.slow_answers]
+    near = [place for place in holders if place not in far]
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
@@ -226,11 +231,6 @@ def _announce(candidate: Candidate) -> None:
         announce = next((one.announce for one in others if one.announce is not None), None)
     if announce is not None and lacks != set():
         announce(candidate.manifest, lacks)
-
-
-def _is_unfinished(snapshot: str, place: Repository) -> bool:
-    nodes = place.storage.capabilities.nodes
-    return nodes is not None and snapshot in nodes.unfinished
 
 
 def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
@@ -264,10 +264,8 @@ class _Copies:
 
     def sources(self) -> tuple[Repository, ...]:
         """The places to read from, in this order: what nodes have themselves before what is far away."""
-        near, far = list[Repository](), list[Repository]()
-        for place in self.parts:
-            (far if place.storage.capabilities.nodes is None else near).append(place)
-        return (*near, *self.whole, *far)
+        near = [place for place in self.parts if place.storage.capabilities.nodes is not None]
+        return (*near, *self.whole, *(place for place in self.parts if place not in near))
 
 
 def _assemble(
@@ -283,13 +281,13 @@ def _assemble(
             require_whole(manifest.info, place.storage.url)
             known[text] = manifest
             there = sizes(place)
-            lacking = [file for file in manifest.files if there.get(file.name) != file.nbytes]
-            for kind in kinds:
-                if kind.manifest == manifest:
-                    kind.lacking.intersection_update(lacking)
-                    break
-            else:
+            lacking = [
+                file for file in manifest.files if there.get(file.name) != file.nbytes and not is_mendable(there, file)
+            ]
+            kind = next((one for one in kinds if one.manifest == manifest), None)
+            if kind is None:
                 kinds.append(kind := _Copies(manifest, set(lacking)))
+            kind.lacking.intersection_update(lacking)
             if not lacking:
                 kind.whole.append(place)
                 continue

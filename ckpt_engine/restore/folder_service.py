@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -129,28 +128,15 @@ class FolderClient:
         Raises:
             StorageError: it does not answer. And as `manifest_at`.
         """
-        found: list[bytearray] = []
-
-        def room(nbytes: int) -> memoryview:
-            found.append(bytearray(nbytes))
-            return memoryview(found[-1])
-
-        head = self._ask({"what": "manifest", "snapshot": snapshot}, room)
-        return bytes(found[-1]), {str(name): int(nbytes) for name, nbytes in head["files"].items()}
+        head, data = self._ask({"what": "manifest", "snapshot": snapshot})
+        return bytes(data), {str(name): int(nbytes) for name, nbytes in head["files"].items()}
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         """As `Storage.get_into`."""
         out = out.cast("B")
         for at in range(0, max(1, out.nbytes), MOST_BYTES):
-            self._read(name, start + at, out[at : at + MOST_BYTES])
-
-    def _read(self, name: str, start: int, out: memoryview) -> None:
-        def room(nbytes: int) -> memoryview:
-            if nbytes != out.nbytes:
-                raise CorruptError(f"{self.url} sends {nbytes} bytes of {name} instead of {out.nbytes}")
-            return out
-
-        self._ask({"what": "read", "name": name, "start": start, "nbytes": out.nbytes}, room)
+            part = out[at : at + MOST_BYTES]
+            self._ask({"what": "read", "name": name, "start": start + at, "nbytes": part.nbytes}, part)
 
     def close(self) -> None:
         """Idempotent."""
@@ -160,8 +146,8 @@ class FolderClient:
         for line in idle:
             line.close()
 
-    def _ask(self, request: dict[str, Any], room: Callable[[int], memoryview]) -> dict[str, Any]:
-        """The reply to a request, whose bytes go where `room` says; asked again where a connection breaks."""
+    def _ask(self, request: dict[str, Any], out: memoryview | None = None) -> tuple[dict[str, Any], memoryview]:
+        """The reply to a request, and its bytes, in `out` if that is given; asked again where a connection breaks."""
         pause = _PAUSES.first_seconds
         with self._room:
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -169,7 +155,7 @@ class FolderClient:
                 if self.gone is not None:
                     raise StorageError(self.gone)
                 try:
-                    head = self._once(request, room)
+                    head, data = self._once(request, out)
                     break
                 except (OSError, WriterError) as err:
                     # No server listens any more: waiting does not change that.
@@ -180,20 +166,23 @@ class FolderClient:
                 pause = _PAUSES.after(pause)
         if "error" in head:
             raise ErrorRecord(**head["error"]).exception()
-        return head
+        return head, data
 
-    def _once(self, request: dict[str, Any], room: Callable[[int], memoryview]) -> dict[str, Any]:
+    def _once(self, request: dict[str, Any], out: memoryview | None) -> tuple[dict[str, Any], memoryview]:
         with self._lock:
             line = self._idle.pop() if self._idle else None
         line = line or connect(*self._where)
         with on_failure(line.close):
             line.send(request)
             head = line.receive()
-            if "error" not in head:
-                line.fill(room(int(head["nbytes"])))
+            nbytes = int(head.get("nbytes", 0))  # no bytes follow an error
+            data = memoryview(bytearray(nbytes)) if out is None or "error" in head else out
+            if data.nbytes != nbytes:
+                raise CorruptError(f"{self.url} sends {nbytes} bytes of {request['name']} instead of {data.nbytes}")
+            line.fill(data)
         if self._keeps:
             with self._lock:
                 self._idle.append(line)
         else:
             line.close()
-        return head
+        return head, data

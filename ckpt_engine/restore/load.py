@@ -56,7 +56,7 @@ from ckpt_engine.restore.match import require_fit, tensor_shapes
 from ckpt_engine.restore.node_roots import JointTiers
 from ckpt_engine.restore.origin import look_elsewhere, note_of_fork
 from ckpt_engine.restore.read import read_entries
-from ckpt_engine.restore.shared_reads import Sharing
+from ckpt_engine.restore.shared_reads import read_once
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.state.flatten import shapes_of
@@ -189,9 +189,7 @@ def load(
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
-            if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
-                raise
-            search.reject(candidate.info.id, err)
+            search.reject(candidate.info.id, err, places=len(where))
             continue
         died_at = where[0].storage.capabilities.died_at_step  # what a dead trainer has left is the nearest place
         return Loaded(
@@ -298,17 +296,17 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
     with (
         JointTiers(session, where) as gathered,
         # What is filled in place by `live` is divided, too.
-        Sharing(session, gathered.places, how["into"], alike=how["live"] is None) as sharing,
+        read_once(session, gathered.places, how["into"], alike=how["live"] is None) as places,
     ):
         while True:
             search = SearchLog(known=known)
             look = partial(choose, step=step, check=seen, search=search, refused=refused)
-            chosen, _ = _agree_on(session, gathered, lambda: look(sharing.places()))  # noqa: B023
+            chosen, _ = _agree_on(session, gathered, lambda: look(places()))  # noqa: B023
             if chosen is None:
                 return None
             found, failure = None, None
             try:
-                found = load(sharing.places(), only=chosen, rank=rank, size=size, **how)
+                found = load(places(), only=chosen, rank=rank, size=size, **how)
                 if found is None:
                     raise RanksError(
                         f"rank 0 has chosen snapshot {chosen}, and rank {rank} does not find it",

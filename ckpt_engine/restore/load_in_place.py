@@ -7,7 +7,6 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,63 +23,41 @@ from ckpt_engine.store.manifest import Entry, Manifest
 from ckpt_engine.store.tree import TreePath, keyed
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """The live tensors that take what is read without a second copy.
-
-    Args:
-        plain: by entry name those that take the bytes of an entry as they are.
-        regions: parts of arrays: of DTensors, and of what DTensors were stored as.
-        stored: of the entries of `regions` the boxes that they have one behind another.
-        filled: what those entries are in the state.
-    """
-
-    plain: dict[str, torch.Tensor]
-    regions: list[ArrayRegion]
-    stored: dict[str, tuple[Box, ...]]
-    filled: dict[str, torch.Tensor]
-
-
 def fill_live(
     sources: Sources, manifest: Manifest, into: Any
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], int]:
-    """Fill what of the live state `into` takes entries without a second copy, see `live_targets`: by entry name.
+    """Fill what of the live state `into` takes entries without a second copy: by entry name.
+
+    Left out: entries of tensors that are views, not C-contiguous when saved, or not in `into`; of plain tensors also
+    those that are shared, of another dtype, on other devices than GPUs, or not C-contiguous.
 
     Returns:
         What is filled; what of it is as it is to be in the state; and bytes as of `read_regions`.
 
     Raises:
-        StateError, CorruptError, NewerFormatError, StorageError: as `live_targets` and `read_moves`.
-    """
-    targets = live_targets(manifest.tree, into, manifest.entries)
-    fill(sources, manifest, targets.plain)
-    unverified_bytes = read_regions(sources, manifest, targets.regions, targets.stored)
-    return {**targets.plain, **targets.filled}, targets.filled, unverified_bytes
-
-
-def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry]) -> Targets:
-    """The live tensors for the entries of a tree.
-
-    Left out: entries of tensors that are views, not C-contiguous when saved, or not in `into`; of plain tensors also
-    those that are shared, of another dtype, on other devices than GPUs, or not C-contiguous.
-
-    Raises:
         StateError: a live DTensor cannot be filled; names the entry.
+        CorruptError, NewerFormatError, StorageError: as `read_moves`.
     """
+    tree, entries = manifest.tree, manifest.entries
     uses: dict[str, list[tuple[Mapping[str, Any], Any]]] = {}
     _visit(tree[""] if list(tree) == [""] else dict(tree), into, uses)
-    found = Targets({}, [], {}, {})
+    plain: dict[str, torch.Tensor] = {}  # they take the bytes of an entry as they are
+    parts: list[ArrayRegion] = []  # of arrays: of DTensors, and of what DTensors were stored as
+    stored: dict[str, tuple[Box, ...]] = {}  # the boxes that the entries of parts have one behind another
+    whole: dict[str, torch.Tensor] = {}  # what those entries are in the state
     for name, pairs in uses.items():
         node, live = pairs[0]
         if any(one["$"] == "sharded" or is_sharded(it) for one, it in pairs):
             regions = [_regions(name, entries[name], *pair) for pair in pairs]
             if all(region is not None for region in regions):
-                found.regions.extend(one for region in regions if region is not None for one in region)
-                found.stored[name] = boxes_of(node, entries[name].shape)
-                found.filled[name] = live
+                parts.extend(one for region in regions if region is not None for one in region)
+                stored[name] = boxes_of(node, entries[name].shape)
+                whole[name] = live
         elif len(pairs) == 1 and "view" not in node and "stride" not in node and _takes_bytes(live, entries[name]):
-            found.plain[name] = live
-    return found
+            plain[name] = live
+    fill(sources, manifest, plain)
+    unverified_bytes = read_regions(sources, manifest, parts, stored)
+    return {**plain, **whole}, whole, unverified_bytes
 
 
 def _visit(node: Any, live: Any, uses: dict[str, list[tuple[Mapping[str, Any], Any]]]) -> None:

@@ -102,7 +102,7 @@ def answers(root_url: str, rank: int = 0) -> bool:
         WaitTimeoutError: it does not even say who it is, within `KNOCK_SECONDS`.
     """
     try:
-        reply = control.ask(root_url, {"what": control.STATUS}, KNOCK_SECONDS, rank)
+        reply = control.ask(root_url, {"what": control.Question.STATUS}, KNOCK_SECONDS, rank)
     except WaitTimeoutError:
         raise
     except (WriterError, OSError):
@@ -119,7 +119,7 @@ def attach(root_url: str, timeout: float) -> MemoryStorage | None:
     Returns:
         None: there is none, or its trainer is alive, or the writer does not answer. It MUST be closed.
     """
-    reply = ask_writer(root_url, {"what": control.SNAPSHOT}, 0, timeout)
+    reply = ask_writer(root_url, {"what": control.Question.SNAPSHOT}, 0, timeout)
     if reply is None:
         return None
     try:
@@ -139,12 +139,12 @@ def is_held(root_url: str, timeout: float) -> bool:
     """Whether the writer of a dead trainer on this machine holds a snapshot of the run, be it one that `attach` cannot
     have, such as a rank's share: it is about to make it durable.
     """
-    reply = ask_writer(root_url, {"what": control.HELD}, 0, timeout)
+    reply = ask_writer(root_url, {"what": control.Question.HELD}, 0, timeout)
     return reply is not None and bool(reply.body.get("held"))
 
 
 def shared_file(reply: Received) -> dict[str, tuple[int, int]]:
-    """Descriptor and size of the data file that a writer offers with its reply to `control.SNAPSHOT`, by its name.
+    """Descriptor and size of the data file that a writer offers with its reply to `SNAPSHOT`, by its name.
 
     Raises:
         LookupError, ValueError, TypeError: it offers nothing that is of use.

@@ -108,7 +108,7 @@ def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float
             return None
     except WaitTimeoutError:
         return None
-    reply = ask_writer(root_url, {"what": control.HELD}, writer, deadline - time.monotonic())
+    reply = ask_writer(root_url, {"what": control.Question.HELD}, writer, deadline - time.monotonic())
     if reply is None or reply.body.get("node") != node:
         return None
     try:
@@ -152,14 +152,14 @@ def _gather(
     def parity_of(keeper: int) -> Received:
         return asked(
             keeper,
-            control.PARITY,
+            control.Question.PARITY,
             keeper in {one.writer for one in here if wanted.snapshot in one.parity},
             wanted.parity,
         )
 
     local = {one.writer for one in here if wanted.snapshot in one.held}
     for rank in {*range(size)} - {*map(int, wanted.lost)}:
-        shares[rank] = asked(rank, control.SNAPSHOT, rank in local, wanted.remote)
+        shares[rank] = asked(rank, control.Question.SNAPSHOT, rank in local, wanted.remote)
     for lost, group in wanted.lost.items():
         shares[int(lost)] = rebuild_share(int(lost), group, shares, parity_of, beside)
 

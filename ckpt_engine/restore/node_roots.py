@@ -11,6 +11,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ class JointTiers:
 
     _session: Session
     _where: FindPlaces
-    _lender: FolderServer | None = None
+    _opened: ExitStack = field(default_factory=ExitStack)
     _borrowers: list[FolderClient | None] = field(default_factory=list)
     _spread: JointStorage | None = None
     _nearest: Repository | None = None
@@ -65,14 +66,14 @@ class JointTiers:
     def __enter__(self) -> Self:
         roots, own = self._session.places(), self._session.root
         if len(roots) > 1 and own is not None:
-            with on_failure(self._close):
+            with on_failure(self._opened.close):
                 self._meet(roots, own)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self._opened.close()
 
     def places(self) -> Sequence[Repository]:
         """All places of the run, nearest first."""
@@ -121,6 +122,8 @@ class JointTiers:
             else FolderClient(str(where[0]), int(where[1]), secret, roots[number][0], ranks.size)
             for number, where in enumerate(met["lenders"])
         ]
+        for borrower in filter(None, self._borrowers):
+            self._opened.callback(borrower.close)
 
         def gathered(snapshot: str) -> JointSnapshot:
             ask, offers = partial(self._ask, own), self._offers[snapshot]
@@ -137,9 +140,10 @@ class JointTiers:
             ids = [parsed.id for parsed in repository.ids()]
             found = repository.record()
             record = encode_record(found).decode() if found is not None else ""
-            self._lender = FolderServer(own, address, secret, self._session.ranks.size)
+            lender = FolderServer(own, address, secret, self._session.ranks.size)
+            self._opened.callback(lender.close)
             since = Path(own.path(names.RECORD)).stat().st_mtime if record else None
-            lends = {"host": address, "port": self._lender.port}
+            lends = {"host": address, "port": lender.port}
             return {**lends, "ids": ids, "record": record, "since": since}
         except (CkptError, OSError) as err:
             return {"why": f"it cannot be used: {err}"}
@@ -187,13 +191,6 @@ class JointTiers:
         assert self._spread is not None
         self._spread.unfinished.add(info.id)
         return True
-
-    def _close(self) -> None:
-        for borrower in self._borrowers:
-            if borrower is not None:
-                borrower.close()
-        if self._lender is not None:
-            self._lender.close()
 
 
 def _folder(leader: int) -> str:

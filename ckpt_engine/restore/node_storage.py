@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CkptError
@@ -33,47 +34,36 @@ END_SECONDS = 60.0
 """How long requests ahead may still take when everything needed is there."""
 
 
-class NodeBlocks:
-    """The blocks of a snapshot's data files that are needed, numbered alike on all ranks.
+class NodeBlock(NamedTuple):
+    """A block of a data file that is needed.
 
     Args:
-        manifest: of the snapshot.
-        files: of no other data files; None: of all.
+        number: among those of a snapshot, the same on all ranks.
+        name: of the file.
+        start: its first byte there.
+        nbytes: its bytes.
     """
 
-    def __init__(self, manifest: Manifest, files: Container[str] | None = None) -> None:
-        needed: set[tuple[int, int]] = set()
-        for _, piece in stored_pieces(manifest):
-            if files is not None and manifest.files[piece.file].name not in files:
-                continue
-            last = piece.offset + max(piece.nbytes, 1) - 1
-            needed |= {(piece.file, n) for n in range(piece.offset // BLOCK_BYTES, last // BLOCK_BYTES + 1)}
-        self._files = manifest.files
-        self._places = sorted(needed)
-        self._numbers = {(manifest.files[file].name, n): number for number, (file, n) in enumerate(self._places)}
+    number: int
+    name: str
+    start: int
+    nbytes: int
 
-    def __len__(self) -> int:
-        return len(self._places)
 
-    def number(self, name: str, n: int) -> int | None:
-        """The number of the n-th block of a data file; None: it is not needed."""
-        return self._numbers.get((name, n))
+def blocks_of(manifest: Manifest, files: Container[str] | None = None) -> list[NodeBlock]:
+    """The blocks of a snapshot's data files that are needed, in the order of their numbers.
 
-    def place(self, number: int) -> tuple[str, int, int]:
-        """The data file of a block, its first byte there, and its bytes."""
-        file, n = self._places[number]
-        start = n * BLOCK_BYTES
-        return self._files[file].name, start, min(BLOCK_BYTES, self._files[file].nbytes - start)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The data files they are of."""
-        return tuple(self._files[file].name for file in sorted({file for file, _ in self._places}))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(self.place(number)[2] for number in range(len(self)))
+    Args:
+        files: of no other data files; None: of all.
+    """
+    found: set[tuple[str, int, int]] = set()
+    for _, piece in stored_pieces(manifest):
+        file = manifest.files[piece.file]
+        if files is None or file.name in files:
+            end = piece.offset + max(piece.nbytes, 1)
+            starts = range(piece.offset // BLOCK_BYTES * BLOCK_BYTES, end, BLOCK_BYTES)
+            found |= {(file.name, start, min(BLOCK_BYTES, file.nbytes - start)) for start in starts}
+    return [NodeBlock(number, *one) for number, one in enumerate(sorted(found))]
 
 
 class NodeStorage(WrapperStorage):
@@ -94,9 +84,9 @@ class NodeStorage(WrapperStorage):
         self._index = index
         self._count = count
         self._snapshot = ""
-        self._blocks: NodeBlocks | None = None
+        self._blocks: Mapping[tuple[str, int], NodeBlock] = {}
         self._region: SharedBlocks | None = None
-        self._ahead: ParallelMap[int, None] | None = None
+        self._ahead: ParallelMap[NodeBlock, None] | None = None
         self._alone = False
 
     @property
@@ -109,15 +99,15 @@ class NodeStorage(WrapperStorage):
             return
         self.stop()
         self._snapshot = manifest.info.id
-        blocks = NodeBlocks(manifest, files)
-        self._blocks = self._region = None
-        if len(blocks) == 0 or blocks.nbytes > room_bytes(self._fd):
+        self._blocks, self._region = {}, None
+        blocks = blocks_of(manifest, files)
+        if not blocks or sum(block.nbytes for block in blocks) > room_bytes(self._fd):
             return  # the room is not there: everybody reads for himself
         # Ranks that need other files number their blocks otherwise.
-        region = manifest.info.id if files is None else f"{manifest.info.id}/{'/'.join(blocks.names)}"
-        self._region, self._blocks, self._alone = SharedBlocks(self._fd, region), blocks, False
-        read = partial(self._read_ahead, blocks, self._region)
-        self._ahead = ParallelMap(read, self._order(len(blocks)), AHEAD_THREADS, "ckpt-node")
+        named = [] if files is None else sorted({block.name for block in blocks})
+        region = self._region = SharedBlocks(self._fd, "/".join([manifest.info.id, *named]))
+        self._blocks, self._alone = {(block.name, block.start): block for block in blocks}, False
+        self._ahead = ParallelMap(partial(self._read_ahead, region), self._order(blocks), AHEAD_THREADS, "ckpt-node")
 
     def stop(self) -> bool:
         """End reading ahead; whether nothing uses the shared file any more."""
@@ -125,61 +115,59 @@ class NodeStorage(WrapperStorage):
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         blocks, region = self._blocks, self._region
-        if blocks is None or region is None:
+        if region is None:
             self.inner.get_into(name, start, out)
             return
         at, stop = start, start + len(out)
         while at < stop:
-            n = at // BLOCK_BYTES
-            end = min(stop, (n + 1) * BLOCK_BYTES)
+            first = at // BLOCK_BYTES * BLOCK_BYTES
+            end = min(stop, first + BLOCK_BYTES)
             part = out[at - start : end - start]
-            number = blocks.number(name, n)
-            if number is None or at + len(part) > sum(blocks.place(number)[1:]):
+            block = blocks.get((name, first))
+            if block is None or end > first + block.nbytes:
                 self.inner.get_into(name, at, part)
             else:
-                self._take(blocks, region, number, at - n * BLOCK_BYTES, part)
+                self._take(region, block, at - first, part)
             at = end
 
-    def _take(self, blocks: NodeBlocks, region: SharedBlocks, number: int, start: int, out: memoryview) -> None:
+    def _take(self, region: SharedBlocks, block: NodeBlock, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of a block: from shared memory, or by fetching it for all."""
         pause, deadline = LOOKS.first_seconds, time.monotonic() + WAIT_SECONDS
         while True:
-            found = region.claim(number)
+            found = region.claim(block.number)
             if found is BlockClaim.PRESENT:
-                region.read(number, start, out)
+                region.read(block.number, start, out)
                 return
             if found is BlockClaim.MINE:
-                out[:] = self._fetch(blocks, region, number)[start : start + len(out)]
+                out[:] = self._fetch(region, block)[start : start + len(out)]
                 return
             if found is BlockClaim.TAKEN and (self._alone or time.monotonic() > deadline):
                 self._give_up_waiting()
-                name, first, _ = blocks.place(number)
-                self.inner.get_into(name, first + start, out)
+                self.inner.get_into(block.name, block.start + start, out)
                 return
             region.wait(pause)
             pause = LOOKS.after(pause)
 
-    def _fetch(self, blocks: NodeBlocks, region: SharedBlocks, number: int) -> memoryview:
+    def _fetch(self, region: SharedBlocks, block: NodeBlock) -> memoryview:
         """Read a block that was claimed, and share it."""
-        name, start, nbytes = blocks.place(number)
-        data = memoryview(bytearray(nbytes))
-        with on_failure(partial(region.give_up, number)):
-            self.inner.get_into(name, start, data)
+        data = memoryview(bytearray(block.nbytes))
+        with on_failure(partial(region.give_up, block.number)):
+            self.inner.get_into(block.name, block.start, data)
         try:
-            region.put(number, data)
+            region.put(block.number, data)
         except OSError as err:
             self._give_up_waiting(f"shared memory takes no more ({err.strerror})")
         return data
 
-    def _read_ahead(self, blocks: NodeBlocks, region: SharedBlocks, number: int) -> None:
-        if not self._alone and region.claim(number) is BlockClaim.MINE:
+    def _read_ahead(self, region: SharedBlocks, block: NodeBlock) -> None:
+        if not self._alone and region.claim(block.number) is BlockClaim.MINE:
             with suppress(CkptError):  # the reader that needs the block gets the error
-                self._fetch(blocks, region, number)
+                self._fetch(region, block)
 
-    def _order(self, count: int) -> Sequence[int]:
+    def _order(self, blocks: Sequence[NodeBlock]) -> Sequence[NodeBlock]:
         """This rank's share first, then what the others may not get to."""
-        first = count * self._index // self._count
-        return [*range(first, count), *range(first)]
+        first = len(blocks) * self._index // self._count
+        return [*blocks[first:], *blocks[:first]]
 
     def _give_up_waiting(self, why: str = "a neighbour does not deliver what it has begun to read") -> None:
         if not self._alone:

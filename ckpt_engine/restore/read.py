@@ -205,13 +205,12 @@ def read_moves(
     try:
         begun = [pool.submit(request) for request in (*filler.requests(plain), *others)]
         if chained:
-            memory = Memory(filler.pages)
             for batch in batches(manifest, _together(chained), sources.known):
                 # Work begins in this order, so that no thread waits for what no other has begun with.
                 for one in batch.ranges:
-                    one.data = pool.submit(one.read, sources, manifest, memory)
-                ready = sources.decoder(manifest, filler.read_base, batch.stored, memory)
-                begun += [pool.submit(filler.fill_together, mates, batch, ready, memory) for mates in batch.moves]
+                    one.data = pool.submit(one.read, sources, manifest, filler.memory)
+                ready = sources.decoder(manifest, filler.read_base, batch.stored, filler.memory)
+                begun += [pool.submit(filler.fill_together, mates, batch, ready) for mates in batch.moves]
         for done in begun:
             done.result()
     finally:
@@ -231,6 +230,7 @@ class _Filler:
     _laid: Container[str] | None
     _landing: StagingBuffer | None
     _buffers: threading.local = field(default_factory=threading.local)
+    memory: BufferPool = field(default_factory=BufferPool)
     pages: fresh_pages.FreshPages = field(default_factory=fresh_pages.FreshPages)
 
     @cached_property
@@ -306,14 +306,14 @@ class _Filler:
         if self._landing is not None:
             self._landing.send(places)
 
-    def fill_together(self, mates: Sequence[Move], batch: Batch, decoder: Decoder, memory: Memory) -> None:
+    def fill_together(self, mates: Sequence[Move], batch: Batch, decoder: Decoder) -> None:
         """One that is made of a chain, or those of a group."""
         places = mates if self._landing is None else self._landing.take(mates)
         if self._laid is not None:
             for place in places:
                 self.pages.populate(place.address, place.piece.raw_nbytes)
         decoder.read_together(places[0].start, {place.entry: (place.piece, _memory_of(place)) for place in places})
-        batch.done(memory)
+        batch.done(self.memory)
         if self._landing is not None:
             self._landing.send(places)
 
@@ -360,19 +360,6 @@ class Move:
     address: int
 
 
-class Memory(BufferPool):
-    """As they are, with pages that are present, and big as a rule: buffers that are read into around the page cache."""
-
-    def __init__(self, pages: fresh_pages.FreshPages) -> None:
-        super().__init__()
-        self._pages = pages
-
-    def _new(self, nbytes: int) -> mmap.mmap:
-        made = private_memory(max(nbytes, host_memory.HUGE_BYTES))
-        self._pages.populate(address_of(memoryview(made)), len(made))
-        return made
-
-
 @dataclass(slots=True)
 class Range:
     """Bytes of a data file that are read at once. Files are read around the page cache from whole pages on."""
@@ -382,7 +369,7 @@ class Range:
     stop: int
     data: Future[memoryview] | None = None
 
-    def read(self, sources: Sources, manifest: Manifest, memory: Memory) -> memoryview:
+    def read(self, sources: Sources, manifest: Manifest, memory: BufferPool) -> memoryview:
         """The bytes, unverified."""
         found = memory.take(self.stop - self.start)
         sources.read(manifest.files[self.file].name, self.start, found)
@@ -415,7 +402,7 @@ class Batch:
             return None
         return there.data.result()[piece.offset - there.start :][: piece.nbytes]
 
-    def done(self, memory: Memory) -> None:
+    def done(self, memory: BufferPool) -> None:
         """Pieces are put together; after the last ones nothing that was read is needed."""
         if next(self._done) == len(self.moves):
             for one in self.ranges:

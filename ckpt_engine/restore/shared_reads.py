@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ckpt_engine.data.walk import leaves
 from ckpt_engine.errors import CkptError, WaitTimeoutError
@@ -96,8 +95,9 @@ def _members(session: Session, node: str, timeout: float) -> list[int]:
     return members if session.ranks.rank in members else []
 
 
-class Sharing:
-    """While ranks load together: the places of the run, those far away read once per node. A context manager.
+@contextmanager
+def read_once(session: Session, where: FindPlaces, into: Any, *, alike: bool = True) -> Iterator[FindPlaces]:
+    """Inside, while ranks load together: finds the places of the run, those far away read once per node.
 
     The state must be the same on all ranks: where each needs a part of its own there is nothing to share.
 
@@ -109,48 +109,32 @@ class Sharing:
     Raises:
         WaitTimeoutError, RanksError: as `meet`.
     """
+    wanted = alike and not any(map(is_sharded, leaves(into)))
+    try:
+        has_far = any(_is_far(place.storage) for place in where())
+    except CkptError:
+        has_far, wanted = True, False  # loading will say what is wrong; the others must not wait for this rank
+    seat = meet(session, wanted=wanted) if has_far else None
+    shared: dict[str, NodeStorage] = {}
+    try:
+        yield lambda: [_shared(place, seat, shared) for place in where()]
+    finally:
+        idle = [storage.stop() for storage in shared.values()]
+        if seat is not None and all(idle):
+            os.close(seat.fd)  # a request that hangs would write into whatever gets this number next
 
-    def __init__(self, session: Session, where: FindPlaces, into: Any, *, alike: bool = True) -> None:
-        self._session = session
-        self._where = where
-        self._seat: Seat | None = None
-        self._shared: dict[str, NodeStorage] = {}
-        self._wanted = alike and not any(map(is_sharded, leaves(into)))
 
-    def __enter__(self) -> Self:
-        try:
-            far = any(_is_far(place.storage) for place in self._where())
-        except CkptError:
-            far, self._wanted = True, False  # loading will say what is wrong; the others must not wait for this rank
-        if far:
-            self._seat = meet(self._session, wanted=self._wanted)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        idle = [storage.stop() for storage in self._shared.values()]
-        if self._seat is not None and all(idle):
-            os.close(self._seat.fd)  # a request that hangs would write into whatever gets this number next
-
-    def places(self) -> Sequence[Repository]:
-        """All places of the run, nearest first."""
-        seat, places = self._seat, self._where()
-        if seat is None:
-            return places
-        found = []
-        for place in places:
-            if not _is_far(place.storage):
-                found.append(place)
-                continue
-            url, nodes = place.storage.url, place.storage.capabilities.nodes
-            if url not in self._shared:
-                far = place.storage if nodes is None else nodes.far
-                self._shared[url] = NodeStorage(far, seat.fd, seat.index, seat.count)
-            if nodes is not None:
-                nodes.far = self._shared[url]
-            found.append(Repository(self._shared[url]) if nodes is None else place)
-        return found
+def _shared(place: Repository, seat: Seat | None, shared: dict[str, NodeStorage]) -> Repository:
+    """A place as the ranks of this node read it together. `shared`: by URL, grows."""
+    if seat is None or not _is_far(place.storage):
+        return place
+    url, nodes = place.storage.url, place.storage.capabilities.nodes
+    if url not in shared:
+        shared[url] = NodeStorage(place.storage if nodes is None else nodes.far, seat.fd, seat.index, seat.count)
+    if nodes is None:
+        return Repository(shared[url])
+    nodes.far = shared[url]
+    return place
 
 
 def _is_far(storage: Storage) -> bool:

@@ -10,22 +10,25 @@ import mmap
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 
 from ckpt_engine.copy import fresh_pages
 from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, shared_memory
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
-from ckpt_engine.snapshot.copying import SlotMemory
+from ckpt_engine.snapshot.copying import SlotMemory, join
 from ckpt_engine.snapshot.cuda import CUDA, Cuda, Pinned
 from ckpt_engine.state.entries import WITHOUT_COPY
 from ckpt_engine.state.layout import AddressRun, StatePlan
 from ckpt_engine.store.manifest_codec import uncollected
+from ckpt_engine.undo import on_failure
 
 _PREFAULT_BYTES = 8 << 20
 _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
@@ -63,7 +66,8 @@ class SharedSlot:
         """Not every page is there and mapped: see `SlotMemory`."""
         self.users = 0
         """Those who need what it holds; see `Slots`."""
-        self._closed = False
+        self.is_warming = False
+        """Other threads make it ready; a snapshot that cannot wait for them may take it before."""
         self._bound: _Bound | None = None
         self.pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
 
@@ -89,7 +93,7 @@ class SharedSlot:
         """
         base = self._bytes.data_ptr()
         for start in range(0, self.nbytes, _PREFAULT_BYTES):
-            if self._closed or not go_on():
+            if self.fd < 0 or not go_on():
                 return False
             size = min(_PREFAULT_BYTES, self.nbytes - start)
             self._huge = self._huge and collapse(base + start, size)
@@ -135,9 +139,9 @@ class SharedSlot:
     def close(self) -> None:
         """Give the memory back; the mapping goes when the last view does. No copy may be under way."""
         self._bound = None
-        self._closed = True
+        fd, self.fd = self.fd, -1  # no thread touches it any more
         self.pinned.unpin()
-        os.close(self.fd)
+        os.close(fd)
 
 
 def slot_bytes(plan: StatePlan) -> int:
@@ -165,8 +169,8 @@ class Slots:
     _runtime: Cuda = CUDA
     pin_problem: str | None = field(default=None, init=False)
     """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
-    _free: list[SharedSlot] = field(default_factory=list, init=False)
-    _busy: dict[int, SharedSlot] = field(default_factory=dict, init=False)
+    _slots: OrderedDict[int, SharedSlot] = field(default_factory=OrderedDict, init=False)
+    """All that exist, by their numbers; of those that are free the one that was in use last comes first."""
     _next: int = field(default=0, init=False)
     _warm_up: _WarmUp | None = field(default=None, init=False)
     _touched_seconds: float = field(default=0.0, init=False)
@@ -182,29 +186,19 @@ class Slots:
             StateError: the memory is not to be had.
             WaitTimeoutError: the background warm-up does not stop.
         """
-        self._collect_warm()
-        if self._warm_up is not None:
-            self._outgrown(self._warm_up, plan)
+        self._settle_warm_up()
         self._retire_small(plan.layout.nbytes)
-        slot = self._free.pop(0) if self._free else self._made_now(plan)
-        if slot is None:
+        free = self._free()
+        if not free and len(self._slots) >= self.count:
             return None
+        slot = min(free, key=attrgetter("is_warming")) if free else self._new(plan)
+        slot.is_warming = False
         if plan.devices:
             if slot.is_cold:
                 slot.prefault()
             self.pin_problem = slot.pinned.pin(plan.devices[0]) or self.pin_problem
-        self._busy[slot.index] = slot
         slot.users = 1
         return slot
-
-    def _made_now(self, plan: StatePlan) -> SharedSlot | None:
-        """One that the warm-up has not come to, or a new one; None if there are as many as may be."""
-        if self._warm_up is not None and (slot := self._warm_up.give()) is not None:
-            return slot
-        self._collect_warm()
-        if self._free:
-            return self._free.pop(0)
-        return self._new(plan) if len(self._busy) < self.count else None
 
     def ready(self, cold: bool = False) -> bool:
         """Whether `take` would give a slot, and a warm one if there is a warm-up, which is hurried on then.
@@ -212,25 +206,27 @@ class Slots:
         Args:
             cold: a slot that the warm-up has not come to will do, unless it is to be page-locked, which takes seconds.
         """
-        self._collect_warm()
-        if not self._free and self._warm_up is not None:
-            self._warm_up.hurry()
-        waits = self._warm_up is not None and (self._warm_up.devices or not cold)
-        return bool(self._free) or (not waits and len(self._busy) < self.count)
+        self._settle_warm_up()
+        free, warm = self._free(), self._warm_up
+        if not all(slot.is_warming for slot in free):
+            return True
+        if warm is not None:
+            warm.hurry()
+        waits = warm is not None and (warm.devices or not cold)
+        return not waits and len(self._slots) - len(free) < self.count
 
     def retain(self, index: int) -> None:
         """One more needs the content of a slot that was taken."""
-        if index in self._busy:
-            self._busy[index].users += 1
+        if (slot := self._in_use(index)) is not None:
+            slot.users += 1
 
     def release(self, index: int) -> None:
         """One of those who need the slot's content needs it no longer."""
-        if (slot := self._busy.get(index)) is None:
+        if (slot := self._in_use(index)) is None:
             return
         slot.users -= 1
         if slot.users == 0:
-            del self._busy[index]
-            self._free.insert(0, slot)
+            self._slots.move_to_end(index, last=False)
             if slot.is_cold and index not in self._mapping:
                 self._mapping[index] = threading.Thread(target=self._map, args=(slot,), name="ckpt-map", daemon=True)
                 self._mapping[index].start()
@@ -240,14 +236,12 @@ class Slots:
 
     def discard(self, index: int) -> None:
         """The slot is not used again; what else has its memory keeps it."""
-        slot = self._busy.pop(index, None)
-        if slot is not None:
-            slot.close()
+        if (slot := self._in_use(index)) is not None:
+            self._close([slot])
 
     def discard_busy(self) -> None:
         """None of the slots in use is used again."""
-        for index in list(self._busy):
-            self.discard(index)
+        self._close([slot for slot in self.known() if slot.users])
 
     @property
     def touched_seconds(self) -> float:
@@ -260,23 +254,19 @@ class Slots:
         Raises:
             StateError: the system refuses the memory of one; none is made then.
         """
-        self._collect_warm()
-        if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
-            return
+        self._settle_warm_up()
         self._retire_small(plan.layout.nbytes)
+        if self._warm_up is not None:
+            return
         made: list[SharedSlot] = []
-        try:
-            made.extend(self._new(plan) for _ in range(self.count - len(self._free) - len(self._busy)))
-        except StateError:
-            for slot in made:
-                slot.close()
-            raise
+        with on_failure(partial(self._close, made)):
+            made.extend(self._new(plan) for _ in range(self.count - len(self._slots)))
         if made:
             self._warm_up = _WarmUp(made, plan.devices)
 
     def known(self) -> list[SharedSlot]:
         """All slots that exist, for a writer that is started again."""
-        return [*self._free, *self._busy.values(), *(self._warm_up.slots if self._warm_up else [])]
+        return list(self._slots.values())
 
     def nbytes(self) -> int:
         """Host memory of the arena."""
@@ -286,47 +276,48 @@ class Slots:
         """Give all memory back."""
         if self._warm_up is not None:
             self._warm_up.stop()
-        for slot in self.known():
-            slot.close()
+        self._close(self.known())
         for thread in self._mapping.values():  # one that lets go of a slot while the interpreter ends would abort it
             thread.join(PREFAULT_TIMEOUT_SECONDS)
-        self._free, self._busy, self._warm_up = [], {}, None
+        self._warm_up = None
 
     def limit(self, count: int) -> None:
         """Use at most so many from now on; those that are no longer wanted go when they are free."""
         self.count = count
-        while self._free and len(self._free) + len(self._busy) > count:
-            self._free.pop().close()
+        idle = [slot for slot in self._free() if not slot.is_warming]
+        self._close(idle[::-1][: max(0, len(self._slots) - count)])
+
+    def _free(self) -> list[SharedSlot]:
+        return [slot for slot in self._slots.values() if not slot.users]
+
+    def _in_use(self, index: int) -> SharedSlot | None:
+        slot = self._slots.get(index)
+        return slot if slot is not None and slot.users else None
 
     def _new(self, plan: StatePlan) -> SharedSlot:
+        slot = self._slots[self._next] = SharedSlot(self._next, slot_bytes(plan), self._runtime)
         self._next += 1
-        return SharedSlot(self._next - 1, slot_bytes(plan), self._runtime)
+        return slot
+
+    def _close(self, slots: Iterable[SharedSlot]) -> None:
+        for slot in slots:
+            self._slots.pop(slot.index).close()
 
     def _retire_small(self, nbytes: int) -> None:
-        for slot in [s for s in self._free if s.nbytes < nbytes]:
-            self._free.remove(slot)
-            slot.close()
+        """Free slots that are too small go, also those that are being made ready."""
+        if self._warm_up is not None and any(slot.nbytes < nbytes for slot in self._warm_up.left()):
+            self._warm_up.stop()
+            self._settle_warm_up()
+        self._close([slot for slot in self._free() if slot.nbytes < nbytes])
 
-    def _outgrown(self, warm: _WarmUp, plan: StatePlan) -> bool:
-        """Whether the slots being made are too small for `plan`; then they are no longer being made."""
-        if all(slot.nbytes >= plan.layout.nbytes for slot in warm.slots):
-            return False
-        warm.stop()
-        while (slot := warm.give()) is not None:
-            slot.close()
-        self._collect_warm()
-        return True
-
-    def _collect_warm(self) -> None:
+    def _settle_warm_up(self) -> None:
+        """Take note of a warm-up that has ended, or has nothing more to do; what it has not made ready goes."""
         warm = self._warm_up
-        if warm is None:
-            return
-        self._free.extend(warm.take_done())
-        if not warm.slots:
-            warm.stopped = True  # all were hurried, and its own thread may starve for long
-        if warm.finished or not warm.slots:
+        if warm is not None and warm.is_over:
+            warm.stopped = True  # its own thread may starve for long
             self._touched_seconds += warm.cpu_seconds
             self._warm_up = None
+            self._close(warm.left())
             if warm.error is not None:
                 raise warm.error
 
@@ -334,84 +325,65 @@ class Slots:
 class _WarmUp:
     """Pre-faults new slots one after the other, in idle processor time, and page-locks them."""
 
-    def __init__(self, slots: list[SharedSlot], devices: Sequence[torch.device]) -> None:
-        self.slots = list(slots)
-        """Those that `take_done` and `give` have not handed out."""
+    def __init__(self, slots: Sequence[SharedSlot], devices: Sequence[torch.device]) -> None:
+        self._slots = slots
         self.devices = devices
         self.cpu_seconds = 0.0
-        self._made: list[SharedSlot] = []
-        """Those of them that are ready."""
-        self._lock = threading.Lock()
         self.stopped = False
         """Its threads end as soon as they see it."""
         self._hurried: SharedSlot | None = None
         self.error: CkptError | None = None
-        self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
+        for slot in slots:
+            slot.is_warming = True
+        self._thread = threading.Thread(target=self._run, name="ckpt-prefault", daemon=True)
         self._thread.start()
 
+    def left(self) -> list[SharedSlot]:
+        """Those that are not ready, and that no snapshot has taken."""
+        return [slot for slot in self._slots if slot.is_warming]
+
     @property
-    def finished(self) -> bool:
-        return not self._thread.is_alive() and not self._made
-
-    def take_done(self) -> list[SharedSlot]:
-        with self._lock:
-            made, self._made = self._made, []
-            self.slots = [one for one in self.slots if one not in made]
-        return made
-
-    def give(self) -> SharedSlot | None:
-        """One that is not ready, for a snapshot that is taken now: it is not touched any more."""
-        with self._lock:
-            slot = next((one for one in self.slots if one not in self._made), None)
-            if slot is not None:
-                self.slots.remove(slot)
-        return slot
+    def is_over(self) -> bool:
+        return not (self._thread.is_alive() and self.left())
 
     def hurry(self) -> None:
         """A snapshot waits for the next slot: touch it at usual priority."""
-        if self.devices or not self.slots or self._hurried is self.slots[0]:
+        left = self.left()
+        if self.devices or not left or self._hurried is left[0]:
             return
-        self._hurried = self.slots[0]
+        self._hurried = left[0]
         # Beside the thread that nearly starves: a priority once lowered cannot be raised without privileges.
-        threading.Thread(target=self._touch, args=(self.slots[0],), name="ckpt-prefault-now", daemon=True).start()
+        threading.Thread(target=self._touch, args=(left[0],), name="ckpt-prefault-now", daemon=True).start()
 
     def _touch(self, slot: SharedSlot) -> None:
         with suppress(StateError):  # the other thread meets it, too, and tells it
-            if slot.prefault(lambda: self._go_on(slot)):
-                self._add(slot)
-
-    def _add(self, slot: SharedSlot) -> None:
-        """It can be used; said by whichever thread has touched all of it first."""
-        with self._lock:
-            if slot in self.slots and slot not in self._made:
-                self._made.append(slot)
+            self._make_ready(slot)
 
     def stop(self) -> None:
         self.stopped = True
-        self._thread.join(PREFAULT_TIMEOUT_SECONDS)
-        if self._thread.is_alive():
-            raise WaitTimeoutError("the arena's background thread did not stop")
+        join(self._thread, PREFAULT_TIMEOUT_SECONDS, "the arena's background thread did not stop")
 
-    def _run(self, slots: tuple[SharedSlot, ...]) -> None:
+    def _run(self) -> None:
         _give_way()
-        for slot in slots:
-            try:
-                if not slot.prefault(lambda slot=slot: self._go_on(slot)):  # type: ignore[misc]
-                    continue
-                if self.devices:  # what is wrong is said when the slot is taken
-                    slot.pinned.pin(self.devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
-            except (StateError, WaitTimeoutError) as err:
-                with self._lock:
-                    self.error = err
-                return
-            self._add(slot)
+        try:
+            for slot in self._slots:
+                self._make_ready(slot)
+        except (StateError, WaitTimeoutError) as err:
+            self.error = err
+
+    def _make_ready(self, slot: SharedSlot) -> None:
+        """As far as no other thread has done it; a slot that a snapshot has taken is left alone."""
+        go_on = partial(self._go_on, slot)
+        if slot.prefault(go_on):
+            if self.devices:  # what is wrong is said when the slot is taken
+                slot.pinned.pin(self.devices[0], go_on)
+            slot.is_warming = False
 
     def _go_on(self, slot: SharedSlot) -> bool:
         """False when this slot is no longer to be made ready."""
         if threading.current_thread() is self._thread:
             self.cpu_seconds = time.thread_time()
-        with self._lock:
-            return not self.stopped and slot in self.slots
+        return slot.is_warming and not self.stopped
 
 
 def _give_way() -> None:

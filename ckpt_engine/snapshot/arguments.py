@@ -15,6 +15,7 @@ import operator
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 import numpy as np
@@ -190,10 +191,8 @@ def numbers_among(values: Mapping[str, Any], most: int | None = None) -> dict[st
     for key, one in values.items():
         if len(found) == most:
             break
-        try:
+        with suppress(ArgumentError):
             found |= metrics({key: one})
-        except ArgumentError:
-            continue
     return found
 
 

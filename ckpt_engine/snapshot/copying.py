@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections import deque
@@ -162,8 +163,8 @@ class CopyTasks:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._work = deque(tasks)
-        self._left = len(tasks)
-        self._lock = threading.Lock()
+        self._total = len(tasks)
+        self._ended = itertools.count(1)
         self.complete = threading.Event()
         self.error: BaseException | None = None
         if not tasks:
@@ -183,24 +184,20 @@ class CopyTasks:
             self.error = err  # a Ctrl-C: it is not known what was copied
             raise
         finally:
-            self._count(1)
+            self._count()
         return True
 
     def stop(self, error: BaseException) -> None:
         """Run no more tasks, for this reason; complete when those that run now have."""
         self.error = self.error or error
-        dropped = 0
         with suppress(IndexError):
             while True:
                 self._work.popleft()
-                dropped += 1
-        self._count(dropped)
+                self._count()
 
-    def _count(self, tasks: int) -> None:
-        with self._lock:
-            self._left -= tasks
-            last = self._left == 0
-        if last:
+    def _count(self) -> None:
+        """One more has run, or never will. One step of `itertools.count` is atomic."""
+        if next(self._ended) == self._total:
             self.complete.set()
 
     def finish(self) -> None:
@@ -213,6 +210,17 @@ class CopyTasks:
             pass
         if not self.complete.wait(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError(f"staging did not finish within {FENCE_TIMEOUT_SECONDS:.0f} s")
+
+
+def join(thread: threading.Thread, seconds: float, problem: str) -> None:
+    """Wait until a thread has ended.
+
+    Raises:
+        WaitTimeoutError: it has not, after so many seconds.
+    """
+    thread.join(max(0.0, seconds))
+    if thread.is_alive():
+        raise WaitTimeoutError(problem)
 
 
 def run_task(

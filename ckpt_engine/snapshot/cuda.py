@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
+from ckpt_engine.snapshot.copying import join
 from ckpt_engine.snapshot.proof import Sums, matrix_of, sums_of, vector_bytes
 from ckpt_engine.snapshot.transfers import DeviceTensor, Transfer, transfers
 from ckpt_engine.state.flatten import show_path
@@ -186,9 +186,7 @@ class Pinned:
             # thread that launches anything.
             thread = threading.Thread(target=self._run, args=(device, go_on), name="ckpt-pin", daemon=True)
             thread.start()
-            thread.join(DRIVER_TIMEOUT_SECONDS)
-            if thread.is_alive():
-                raise WaitTimeoutError("page-locking the arena makes no progress")
+            join(thread, DRIVER_TIMEOUT_SECONDS, "page-locking the arena makes no progress")
         return self._problem
 
     def unpin(self) -> None:
@@ -440,11 +438,8 @@ class DeviceCopies:
             WaitTimeoutError: copies are still under way.
         """
         if self._thread is not None:
-            deadline = time.monotonic() + timeout
             self._flights.put(None)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-            if self._thread.is_alive():
-                raise WaitTimeoutError(f"copies from the GPU were still under way after {timeout:.0f} s")
+            join(self._thread, timeout, f"copies from the GPU were still under way after {timeout:.0f} s")
             self._thread = None
         self._lanes.clear()
         self._active.clear()

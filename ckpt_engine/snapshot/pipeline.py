@@ -101,15 +101,15 @@ class Pipeline:
         self._writer: Handover | None = None
         self._staging: Staging | None = None
         self._jobs = 0
-        self._in_flight = InFlight(self.slots, self._newest, emit, tier, self._next_writer if session is None else None)
+        self._in_flight = InFlight(self.slots, self._newest, emit, tier, self.start if session is None else None)
         self.failures = self._in_flight.failures
         self.lineage = Lineage(session)
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
         self.behind = self._lost = self._said_pinning = False
 
-    def start(self, *, waits: bool = True) -> None:
-        """Start the writer and take the run's lease, unless that is done.
+    def start(self, *, waits: bool = True) -> Handover:
+        """Start the writer and take the run's lease, unless that is done; the writer.
 
         `behind` another writer it is only waited for shortly: snapshots are skipped as busy until it has started, and
         what goes wrong is raised by the first call after that. After a writer was lost the next one is not waited for.
@@ -121,18 +121,19 @@ class Pipeline:
             LeaseHeldError, StorageError, WriterError, StateError
         """
         if self._writer is not None:
-            return
+            return self._writer
         self.pulse = self.pulse or HeartbeatPage()
         self._group.reopens()
         if not self.snapshot_bytes:
             self._fit(0)
         if waits and not (self._lost or self.behind):
             self._writer = Handover(self._open_writer(self.memory, self._emit), self._arrived)
-            return
-        self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
+            return self._writer
+        writer = self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
         if self.behind:
-            self._writer.wait(BEHIND_SECONDS)
+            writer.wait(BEHIND_SECONDS)
             self.poll()
+        return writer
 
     def _arrived(self, client: WriterClient) -> None:
         self.behind = False
@@ -211,7 +212,7 @@ class Pipeline:
         self._fit(slot_bytes(capture.plan))
         # The first writer of a run starts while the first snapshot is copied.
         copies_first = not (self.started or self._lost or self.memory or capture.plan.devices or self.lineage.parent)
-        self.start(waits=not copies_first)
+        writer = self.start(waits=not copies_first)
         if self._waits_behind:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
@@ -237,7 +238,7 @@ class Pipeline:
         self._jobs += 1
         staging: Staging | None = None
         try:
-            staging = self._ready_to_stage(wanted, capture, slot, handle, took, when)
+            staging = self._ready_to_stage(writer, wanted, capture, slot, handle, took, when)
             staging.begin(self._copier)
         except BaseException:
             # Else a device still writes into the slot, and the error is reported then.
@@ -260,6 +261,7 @@ class Pipeline:
 
     def _ready_to_stage(
         self,
+        writer: Handover,
         wanted: Request,
         capture: CapturedState,
         slot: SharedSlot,
@@ -273,7 +275,6 @@ class Pipeline:
             took: what the job says of ranks.
             when: wall-clock and monotonic seconds of the instant.
         """
-        assert self._writer is not None
         if self.pulse is not None:
             self.pulse.fill(slot.index, self._jobs)
         layout, marks = self.groups.look(capture)
@@ -292,7 +293,7 @@ class Pipeline:
         )
         known = [one.index for one in self.slots.known()]
         about = ((slot.index, slot.fd, slot.nbytes), known, layout, capture.plan.trees)
-        writer, one = self._writer, InFlightJob(job, handle, about, self.memory)
+        one = InFlightJob(job, handle, about, self.memory)
         self._in_flight.add(one)
         claims = self._unchanged.claim(slot.index, known, capture)
 
@@ -359,11 +360,6 @@ class Pipeline:
     def _lose_writer(self, lost: Sequence[JobDone] = ()) -> None:
         self._writer, self._lost = None, True
         self._in_flight.lose(lost)
-
-    def _next_writer(self) -> Handover:
-        self.start()
-        assert self._writer is not None
-        return self._writer
 
     def _fit(self, nbytes: int) -> None:
         """Where the host has too little memory: fewer slots of `nbytes`, no memory tier, no writer process."""
@@ -438,9 +434,7 @@ class Pipeline:
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:
                 self._emit(Notice("WARNING", lacking))
-        if self.pulse is not None:
-            self.pulse.close()
-            self.pulse = None
+        self.pulse = None
         if self.recorder is not None:
             self.recorder.close()
         self.slots.close()

@@ -162,10 +162,8 @@ def software() -> Mapping[str, str]:
     """Versions that bear on whether a resumed run can be bitwise the same."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("ckpt-engine", "numpy", "lightning", "accelerate"):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

@@ -22,13 +22,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ckpt_engine.errors import StateError, WaitTimeoutError
+from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot.copying import (
     FENCE_TIMEOUT_SECONDS,
     Compare,
     CopyTasks,
     SlotMemory,
     chunks_of,
+    join,
     run_task,
     tasks_of,
 )
@@ -214,9 +215,7 @@ class Copier:
         deadline = time.monotonic() + timeout
         self.devices.close(timeout)
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                raise WaitTimeoutError(f"a staging thread did not stop within {timeout:.0f} s")
+            join(thread, deadline - time.monotonic(), f"a staging thread did not stop within {timeout:.0f} s")
 
     def _run(self) -> None:
         while (staging := self._work.get()) is not None:

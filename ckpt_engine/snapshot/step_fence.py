@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_engine.observe.events import LOG
+from ckpt_engine.observe.run_times import hook_time
 from ckpt_engine.snapshot.ownership import leavers
 
 Fence = Callable[[], object]
@@ -51,6 +52,7 @@ class StepFence:
         """See `Leaver`: a fork has copies of the weights, and nothing copies them."""
         self.remove()
 
+    @hook_time.counted
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -431,6 +431,7 @@ def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
                 bandwidth_bytes_per_second=tier.bandwidth,
                 fatal=tier.on_failure == "fail",
                 codec=tier.codec,
+                parity=tier.parts,
             )
             for tier in further
         ),
@@ -438,5 +439,6 @@ def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
         memory=memory,
         linger_seconds=config.linger,
         codec=nearest.codec,
+        parity=nearest.parts,
         on={**config.on.model_dump(exclude_none=True), "folder": str(Path.cwd())} if config.on.model_fields_set else {},
     )

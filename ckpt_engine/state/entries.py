@@ -6,7 +6,7 @@ What of a state one of several ranks writes: its own arrays, and its share of wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,19 +105,10 @@ def device_of(array: torch.Tensor) -> torch.device:
     return array.device
 
 
-def drafts_of(
-    leaves: Sequence[ArrayLeaf],
-    arrays: Sequence[torch.Tensor],
-    lazy: LazyPredicate | None,
-    names: Names,
-    packed: Container[int] = (),
-) -> list[EntrySource]:
-    """One draft per distinct array, those that are `packed` left out; leaves that share memory share a draft."""
-    drafts: list[EntrySource] = []
+def clusters_of(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The arrays by index, those that share memory together, in the order of the first of each."""
     groups: dict[int | str, list[int]] = defaultdict(list)
     for index, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
-        if index in packed:
-            continue
         if leaf.node["$"] == "tensor" and array.numel():
             groups[array.untyped_storage().data_ptr()].append(index)
         elif leaf.shard is not None:
@@ -126,9 +117,7 @@ def drafts_of(
         else:
             groups[-1 - index].append(index)  # never an address: nothing to share
     # In the order of the leaves, which all ranks have; which arrays share a storage may differ between them.
-    for cluster in sorted(cluster for members in groups.values() for cluster in _overlapping(members, arrays)):
-        drafts.append(_draft(cluster, leaves, arrays, names, lazy))  # noqa: PERF401 - `names` sees them in turn
-    return drafts
+    return sorted(cluster for members in groups.values() for cluster in _overlapping(members, arrays))
 
 
 def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -137,8 +126,8 @@ def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list
         return [list(members)]
     clusters: list[list[int]] = []
     begin = end = -1
-    for index in sorted(members, key=lambda i: (extent(arrays[i])[0], i)):
-        start, stop = extent(arrays[index])
+    for index in sorted(members, key=lambda i: (_extent(arrays[i])[0], i)):
+        start, stop = _extent(arrays[index])
         if start < end or begin == end == start == stop:
             clusters[-1].append(index)
             end = max(end, stop)
@@ -148,7 +137,7 @@ def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list
     return [sorted(c) for c in clusters]
 
 
-def extent(array: torch.Tensor) -> tuple[int, int]:
+def _extent(array: torch.Tensor) -> tuple[int, int]:
     """Byte range of a view in its storage."""
     size = array.element_size()
     start = int(array.storage_offset()) * size
@@ -158,13 +147,18 @@ def extent(array: torch.Tensor) -> tuple[int, int]:
     return start, start + (reach + 1) * size
 
 
-def _draft(
+def draft_of(
     cluster: Sequence[int],
     leaves: Sequence[ArrayLeaf],
     arrays: Sequence[torch.Tensor],
-    names: Names,
     lazy: LazyPredicate | None,
+    names: Names,
 ) -> EntrySource:
+    """The draft of arrays that share memory, or of one alone: of all leaves that use it.
+
+    Raises:
+        StateError: it cannot be stored; names a leaf.
+    """
     first = arrays[cluster[0]]
     used = [leaves[i] for i in cluster]
     for i in cluster:
@@ -186,9 +180,9 @@ def _draft(
                 leaf.node["stride"] = list(first.stride())
         nbytes = first.numel() * first.element_size()
         return EntrySource(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
-    start = min(extent(arrays[i])[0] for i in cluster)
+    start = min(_extent(arrays[i])[0] for i in cluster)
     start -= start % max(arrays[i].element_size() for i in cluster)  # each is aligned in memory that begins there
-    stop = max(extent(arrays[i])[1] for i in cluster)
+    stop = max(_extent(arrays[i])[1] for i in cluster)
     for i in cluster:
         array = arrays[i]
         leaves[i].node["entry"] = name

@@ -40,6 +40,8 @@ from ckpt_engine.errors import FormatError
 
 Json = Any
 Wrap = Callable[[list[Json]], Json]
+OpenedContainer = tuple[Sequence[Any], Sequence[Any], Wrap]
+"""See `open_container`."""
 
 FACTORIES: dict[str | None, Callable[[], Any]] = {
     f.__name__: f for f in (list, dict, set, tuple, int, float, str, bool, collections.OrderedDict)
@@ -55,21 +57,8 @@ CONTEXT = "__tensor_flatten__"
 """The key of what a tensor of other tensors has beside them."""
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 """Others have more than their text."""
-_ENCODERS: Sequence[tuple[type | types.UnionType, Callable[[Any], Json | None]]] = (
-    (complex, lambda v: {"$": "complex", "re": encode_float(v.real), "im": encode_float(v.imag)}),
-    (bytes | bytearray, lambda v: encode_bytes(type(v).__name__, bytes(v))),
-    (datetime.datetime, lambda v: {"$": "datetime", "v": v.isoformat(), "fold": v.fold}),
-    (datetime.date | datetime.time, lambda v: {"$": type(v).__name__, "v": v.isoformat()}),
-    (datetime.timedelta, lambda v: {"$": "timedelta", "v": [v.days, v.seconds, v.microseconds]}),
-    (uuid.UUID | decimal.Decimal | fractions.Fraction, lambda v: {"$": type(v).__name__.lower(), "v": str(v)}),
-    (range | slice, lambda v: {"$": type(v).__name__, "v": [v.start, v.stop, v.step]} if _plain_bounds(v) else None),
-    (
-        torch.dtype | torch.device | torch.memory_format | torch.layout,
-        lambda v: {"$": f"torch.{type(v).__name__}", "v": str(v).removeprefix("torch.")},
-    ),
-    (np.dtype, lambda v: None if v.hasobject or v.names else {"$": "np.dtype", "v": v.str}),
-)
-"""How the kinds of plain leaves are written; the first one that fits. `rebuild` reads them by the same names."""
+
+
 # As the interpreter reads them itself: a class may have attributes of these names that are something else.
 _of_module: Callable[[Any], dict[str, Any] | None] = vars(types.ModuleType)["__dict__"].__get__
 _of_class: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
@@ -133,24 +122,13 @@ def encode_scalar(node: Any) -> Json | None:
 
     Subclasses of str, int and float keep their class; one with attributes of its own is unknown.
     """
-    if isinstance(node, enum.Enum):
-        if node.name not in type(node).__members__:
-            return None  # several flags, or none: their class would have to compute them again
-        return {"$": "enum", "type": type_name(type(node)), "name": node.name}
-    if isinstance(node, np.generic):
-        if node.dtype.hasobject or node.dtype.names:
-            return None
-        return {"$": "npscalar", "dtype": node.dtype.str, "hex": node.tobytes().hex()}
-    if isinstance(node, bool | int | str):
-        if type(node) in (bool, int, str):
-            return node
-        return _encode_subclass(node, str.__str__(node) if isinstance(node, str) else int(node))
-    if isinstance(node, float):
-        return encode_float(node) if type(node) is float else _encode_subclass(node, encode_float(float(node)))
-    if type(node) in _PATHS:
-        windows = {"windows": True} if isinstance(node, pathlib.PureWindowsPath) else {}
-        return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path), **windows}
     return next((encode(node) for kinds, encode in _ENCODERS if isinstance(node, kinds)), None)
+
+
+def _encode_path(node: pathlib.PurePath) -> Json | None:
+    windows = {"windows": True} if isinstance(node, pathlib.PureWindowsPath) else {}
+    is_plain = type(node) in _PATHS
+    return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path), **windows} if is_plain else None
 
 
 def _encode_subclass(node: Any, plain: Json) -> Json | None:
@@ -161,24 +139,17 @@ def _plain_bounds(node: range | slice) -> bool:
     return all(x is None or type(x) is int for x in (node.start, node.stop, node.step))
 
 
-def open_container(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
+def open_container(node: Any) -> OpenedContainer | None:
     """Children of a container kind, their path keys, and how to wrap their encoded nodes; None if not a container.
 
     Plain dict, list and tuple are handled by the caller on its fast path.
     """
-    if isinstance(node, dict):
-        return _open_mapping(node)
-    if isinstance(node, torch.Size):
-        return _items([int(x) for x in node], {"$": "torch.Size"})
+    for kinds, opened in _CONTAINERS:
+        if isinstance(node, kinds):
+            return opened(node)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         fields = list(node._fields)
         return _items(list(node), {"$": "namedtuple", "type": type_name(type(node)), "fields": fields}, fields)
-    if isinstance(node, set | frozenset):
-        return _items(list(node), {"$": "set" if isinstance(node, set) else "frozenset"})
-    if isinstance(node, collections.deque):
-        return _items(list(node), {"$": "deque", "maxlen": node.maxlen})
-    if isinstance(node, argparse.Namespace | types.SimpleNamespace):
-        return _fields(vars(node), {"$": "namespace" if isinstance(node, argparse.Namespace) else "simplenamespace"})
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if hasattr(node, f.name)}
         return _fields(values, {"$": "dataclass", "type": type_name(type(node))})
@@ -187,7 +158,7 @@ def open_container(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | Non
     return open_generator(node) or _open_omegaconf(node)
 
 
-def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+def _open_wrapper(node: torch.Tensor) -> OpenedContainer:
     """A tensor of other tensors, as torch opens it."""
     names, context = node.__tensor_flatten__()  # type: ignore[attr-defined]
     head = {
@@ -201,22 +172,20 @@ def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wra
     return _fields({**{name: getattr(node, name) for name in names}, CONTEXT: context}, head)
 
 
-def _items(
-    children: list[Any], head: dict[str, Json], keys: Sequence[Any] | None = None
-) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+def _items(children: list[Any], head: dict[str, Json], keys: Sequence[Any] | None = None) -> OpenedContainer:
     return children, keys or range(len(children)), lambda c: {**head, "items": c}
 
 
-def _one(key: str, child: Any, head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+def _one(key: str, child: Any, head: dict[str, Json]) -> OpenedContainer:
     return [child], [key], lambda c: {**head, key: c[0]}
 
 
-def _fields(values: dict[str, Any], head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+def _fields(values: dict[str, Any], head: dict[str, Json]) -> OpenedContainer:
     names = list(values)
     return list(values.values()), names, lambda c: {**head, "fields": dict(zip(names, c, strict=True))}
 
 
-def _open_mapping(node: dict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
+def _open_mapping(node: dict[Any, Any]) -> OpenedContainer | None:
     """Dict subclasses; keys travel as children too, so that any storable key works."""
     head: dict[str, Json]
     if isinstance(node, collections.defaultdict):
@@ -236,18 +205,14 @@ def _open_mapping(node: dict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], W
     return [*keys, *node.values()], [*(f"key {k!r}" for k in keys), *keys], wrap
 
 
-def open_generator(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
+def open_generator(node: Any) -> OpenedContainer | None:
     """Random generators as objects: their stream position, not their identity."""
-    if isinstance(node, torch.Generator):
-        return _one("state", node.get_state(), {"$": "torch.Generator", "device": str(node.device)})
-    if isinstance(node, np.random.Generator):
-        return _one("state", node.bit_generator.state, {"$": "np.Generator"})
-    if isinstance(node, np.random.RandomState):
-        return _one("state", node.get_state(legacy=False), {"$": "np.RandomState"})
-    return _one("state", node.getstate(), {"$": "random.Random"}) if type(node) is random.Random else None
+    if isinstance(node, random.Random) and type(node) is not random.Random:
+        return None  # it has more
+    return next((opened(node) for kind, opened in _GENERATORS if isinstance(node, kind)), None)
 
 
-def _open_omegaconf(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
+def _open_omegaconf(node: Any) -> OpenedContainer | None:
     if type(node).__module__.partition(".")[0] != "omegaconf":
         return None
     from omegaconf import Container, OmegaConf  # only reached when the user's state holds one
@@ -404,3 +369,52 @@ def numpy_dtype(text: Any) -> np.dtype[Any]:
     if not isinstance(text, str) or _NUMPY_DTYPE.fullmatch(text) is None:
         raise ValueError(f"{str(text)[:60]!r} is no dtype of plain data")
     return np.dtype(text)
+
+
+_ENCODERS: Sequence[tuple[type | types.UnionType, Callable[[Any], Json | None]]] = (
+    (
+        enum.Enum,  # of several flags, or none, their class would have to compute them again
+        lambda v: {"$": "enum", "type": type_name(type(v)), "name": v.name} if v.name in type(v).__members__ else None,
+    ),
+    (
+        np.generic,
+        lambda v: (
+            None
+            if v.dtype.hasobject or v.dtype.names
+            else {"$": "npscalar", "dtype": v.dtype.str, "hex": v.tobytes().hex()}
+        ),
+    ),
+    (bool | int, lambda v: v if type(v) in (bool, int) else _encode_subclass(v, int(v))),
+    (str, lambda v: v if type(v) is str else _encode_subclass(v, str.__str__(v))),
+    (float, lambda v: encode_float(v) if type(v) is float else _encode_subclass(v, encode_float(float(v)))),
+    (pathlib.PurePath, _encode_path),
+    (complex, lambda v: {"$": "complex", "re": encode_float(v.real), "im": encode_float(v.imag)}),
+    (bytes | bytearray, lambda v: encode_bytes(type(v).__name__, bytes(v))),
+    (datetime.datetime, lambda v: {"$": "datetime", "v": v.isoformat(), "fold": v.fold}),
+    (datetime.date | datetime.time, lambda v: {"$": type(v).__name__, "v": v.isoformat()}),
+    (datetime.timedelta, lambda v: {"$": "timedelta", "v": [v.days, v.seconds, v.microseconds]}),
+    (uuid.UUID | decimal.Decimal | fractions.Fraction, lambda v: {"$": type(v).__name__.lower(), "v": str(v)}),
+    (range | slice, lambda v: {"$": type(v).__name__, "v": [v.start, v.stop, v.step]} if _plain_bounds(v) else None),
+    (
+        torch.dtype | torch.device | torch.memory_format | torch.layout,
+        lambda v: {"$": f"torch.{type(v).__name__}", "v": str(v).removeprefix("torch.")},
+    ),
+    (np.dtype, lambda v: None if v.hasobject or v.names else {"$": "np.dtype", "v": v.str}),
+)
+"""How the kinds of leaves are written; the first one that fits. `rebuild` reads them by the same names."""
+_CONTAINERS: Sequence[tuple[type | types.UnionType, Callable[[Any], OpenedContainer | None]]] = (
+    (dict, _open_mapping),
+    (torch.Size, lambda v: _items([int(x) for x in v], {"$": "torch.Size"})),
+    (set, lambda v: _items(list(v), {"$": "set"})),
+    (frozenset, lambda v: _items(list(v), {"$": "frozenset"})),
+    (collections.deque, lambda v: _items(list(v), {"$": "deque", "maxlen": v.maxlen})),
+    (argparse.Namespace, lambda v: _fields(vars(v), {"$": "namespace"})),
+    (types.SimpleNamespace, lambda v: _fields(vars(v), {"$": "simplenamespace"})),
+)
+"""The kinds of containers that their classes tell."""
+_GENERATORS: Sequence[tuple[type, Callable[[Any], OpenedContainer]]] = (
+    (torch.Generator, lambda v: _one("state", v.get_state(), {"$": "torch.Generator", "device": str(v.device)})),
+    (np.random.Generator, lambda v: _one("state", v.bit_generator.state, {"$": "np.Generator"})),
+    (np.random.RandomState, lambda v: _one("state", v.get_state(legacy=False), {"$": "np.RandomState"})),
+    (random.Random, lambda v: _one("state", v.getstate(), {"$": "random.Random"})),
+)

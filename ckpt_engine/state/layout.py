@@ -156,9 +156,11 @@ class Planner:
             copied.update(len(leaves) + i for i in scans[key].copied)
             leaves.extend(skeleton.leaves)
         names = drafting.Names()
+        clusters = drafting.clusters_of(leaves, arrays)
         # What several ranks have alike is divided among them array by array.
-        packed = _pack(counts if self._session is None else {}, leaves, arrays, lazy, names)
-        drafts = [*packed.drafts, *drafting.drafts_of(leaves, arrays, lazy, names, packed.packed)]
+        packed = _pack(counts if self._session is None else {}, clusters, leaves, arrays, lazy, names)
+        others = [cluster for cluster in clusters if cluster[0] not in packed.packed]
+        drafts = [*packed.drafts, *(drafting.draft_of(one, leaves, arrays, lazy, names) for one in others)]
         schemas = packed.close(trees, {key: len(scan.values) for key, scan in scans.items()}, names)
         drafts += [_own_draft(name, data, len(arrays) + n) for n, (name, data) in enumerate(schemas.items())]
         drafting.require_all(drafts, self._session.ranks if self._session is not None else None)
@@ -208,11 +210,9 @@ class Planner:
             entries.append(EntryLayout(draft.name, name, *form, draft.whole, draft.start_bytes))
             offset += draft.nbytes
         sources = tuple(ordered)
-        known = self._known.plan.layout if self._known else None
-        is_known = known and known.entries == tuple(entries) and known.header_nbytes == len(header)
-        if known and is_known and known.structure == structure:
-            return known, header, sources
-        return Layout(len(header), offset, tuple(entries), structure), header, sources
+        layout = Layout(len(header), offset, tuple(entries), structure)
+        known = self._known.plan.layout if self._known else layout
+        return known if known == layout else layout, header, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +355,7 @@ class _Packing:
 
 def _pack(
     counts: Mapping[str, int],
+    clusters: Sequence[Sequence[int]],
     leaves: Sequence[ArrayLeaf],
     arrays: Sequence[torch.Tensor],
     lazy: LazyPredicate | None,
@@ -364,18 +365,17 @@ def _pack(
 
     Args:
         counts: how many of the leaves are in each component, in their order.
+        clusters: see `entries.clusters_of`.
     """
     found = _Packing()
     start = 0
-    alone: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+    alone = {cluster[0] for cluster in clusters if len(cluster) == 1}
     for key, count in counts.items():
         indices = range(start, start + count)
         start += count
         if count < LEAST_ARRAYS:
             continue
-        if alone is None:
-            alone = _alone(arrays)
-        small = [index for index in indices if alone[index] and _is_packable(leaves[index], arrays[index])]
+        small = [index for index in indices if index in alone and _is_packable(leaves[index], arrays[index])]
         if len(small) < LEAST_ARRAYS:
             continue
         groups = _groups(small, leaves, arrays, lazy)
@@ -400,23 +400,6 @@ def _is_packable(leaf: ArrayLeaf, array: torch.Tensor) -> bool:
         # Keys of some mappings are leaves as well.
         and not any(type(part) is str and part.startswith("key ") for part in leaf.path)
     )
-
-
-def _alone(arrays: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which arrays share no byte with any other."""
-    extents = np.array([_addresses(array) for array in arrays], dtype=np.uint64).reshape(-1, 2)
-    order = np.lexsort((extents[:, 1], extents[:, 0]))
-    starts, stops = extents[order, 0], extents[order, 1]
-    before = np.concatenate([np.zeros(1, np.uint64), np.maximum.accumulate(stops)[:-1]])
-    after = np.concatenate([starts[1:], np.full(1, np.iinfo(np.uint64).max, np.uint64)])
-    found = np.zeros(len(arrays), np.bool_)
-    found[order] = (before <= starts) & (stops <= after)
-    return found
-
-
-def _addresses(array: torch.Tensor) -> tuple[int, int]:
-    start, stop = drafting.extent(array)
-    return array.data_ptr(), array.data_ptr() + stop - start
 
 
 def _groups(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -213,13 +213,11 @@ def read_order(stored: torch.Tensor | None) -> dict[str, Groups]:
     Raises:
         CorruptError: it is not that.
     """
-    try:
+    with suppress(AttributeError, TypeError, ValueError, RecursionError):
         found: Any = {} if stored is None else json.loads(stored.numpy().tobytes())
         names = chain.from_iterable(chain.from_iterable(found.values()))
         if all(isinstance(name, str) for name in names):
             return dict(found)
-    except (AttributeError, TypeError, ValueError, RecursionError):
-        pass
     raise CorruptError("the names of the optimizers' parameters cannot be read from the snapshot")
 
 

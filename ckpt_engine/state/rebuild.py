@@ -157,17 +157,18 @@ class Rebuilder:
             out.append((key, self.node(raw_value, (*path, key))))
         return out
 
-    def made(self, name: Any, make: Callable[[type], Any], path: TreePath) -> Any:
-        """What `make` makes of the class of this name; None, with a note: it is not here, is of another kind, or would
-        run code."""
+    def made(self, name: Any, make: Callable[[type], Any], path: TreePath, plain: Any = None) -> Any:
+        """What `make` makes of the class of this name; `plain`, with a note: it is not here, is of another kind, or
+        would run code."""
         found = None if self._plain or not isinstance(name, str) else json_types.find_class(name)
         made = None if found is None else make(found)
-        if made is None:
-            self.notes.append(
-                f"{show_path(path)}: class {name} is not imported here, or runs code of its own when an object is "
-                "made; restored as a plain equivalent"
-            )
-        return made
+        if made is not None:
+            return made
+        self.notes.append(
+            f"{show_path(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
+            "restored as a plain equivalent"
+        )
+        return plain
 
     def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         try:
@@ -273,10 +274,9 @@ def flat_bytes(raw: torch.Tensor) -> np.ndarray[Any, Any]:
     return raw.contiguous().view(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
 
 
-def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> np.ndarray[Any, Any]:
+def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     flat = flat_bytes(r.entry(node, path))
-    array: np.ndarray[Any, Any] = flat.view(json_types.numpy_dtype(node["dtype"])).reshape(node["shape"])
-    return array
+    return flat.view(json_types.numpy_dtype(node["dtype"])).reshape(node["shape"])
 
 
 def _bytes(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
@@ -292,9 +292,9 @@ def _odict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> collections
     return out
 
 
-def _mapping(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> dict[Any, Any]:
+def _mapping(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     pairs = r.pairs(node, path)
-    made: dict[Any, Any] | None = r.made(node["type"], lambda cls: json_types.mapping(cls, pairs), path)
+    made = r.made(node["type"], lambda cls: json_types.mapping(cls, pairs), path)
     return dict(pairs) if made is None else made
 
 
@@ -323,8 +323,7 @@ def _namespace(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
 
 def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     values = _fields(r, node, path)
-    made = r.made(node["type"], lambda cls: json_types.dataclass(cls, values), path)
-    return types.SimpleNamespace(**values) if made is None else made
+    return r.made(node["type"], lambda cls: json_types.dataclass(cls, values), path, types.SimpleNamespace(**values))
 
 
 def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
@@ -337,14 +336,12 @@ def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
 
 def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     name = node["name"]
-    member = r.made(node["type"], lambda cls: json_types.member(cls, name), path)
-    return name if member is None else member
+    return r.made(node["type"], lambda cls: json_types.member(cls, name), path, name)
 
 
 def _subclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     value = r.node(node["v"], path)
-    made = r.made(node["type"], lambda cls: json_types.of_subclass(cls, value), path)
-    return value if made is None else made
+    return r.made(node["type"], lambda cls: json_types.of_subclass(cls, value), path, value)
 
 
 def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:

@@ -128,6 +128,15 @@ class BufferPool:
             while sum(map(len, self._spare)) > SPARE_BYTES:
                 del self._spare[0]
 
+    @contextmanager
+    def lend(self, *sizes: int) -> Iterator[list[memoryview]]:
+        """Memory of these sizes, of any content, inside the `with`."""
+        rooms = list(map(self.take, sizes))
+        try:
+            yield rooms
+        finally:
+            self.give(*rooms)
+
 
 @dataclass(eq=False)
 class GroupDecoder:
@@ -184,15 +193,12 @@ class GroupDecoder:
         while (under := self._under(start, chain[-1][1])) is not None:
             chain.append((chain[-1][1].base, under))
             self._count(0 if len(chain) <= MAX_CHAIN else MOST_DECODED * under.raw_nbytes)
-        room = {name: self._rooms.take(piece.raw_nbytes) for name in piece.group}
-        try:
-            rooms = (outs, room)
+        with self._rooms.lend(*[piece.raw_nbytes] * len(piece.group)) as lent:
+            rooms = (outs, dict(zip(piece.group, lent, strict=True)))
             for name, member in members_of(self._manifest, chain[-1][0], start, chain[-1][1]):
                 self._fill_base(name, start, member, rooms[len(chain) % 2][name])
             for number, (its_level, one) in reversed(list(enumerate(chain))):
                 self._apply(its_level, start, one, rooms[number % 2], rooms[(number + 1) % 2])
-        finally:
-            self._rooms.give(*room.values())
 
     def _under(self, start: int, piece: Piece) -> Piece | None:
         """The piece of the group that a group was encoded against; None if that was none, or another one."""
@@ -441,7 +447,7 @@ class Decoder:
             if len(chain) > 1:
                 # Decoded over its base nothing but the piece's own digest tells that it was the right one.
                 over = piece.codec in _IN_PLACE and piece.raw_digest is not None
-                base = out if over else stack.enter_context(self._room(piece.raw_nbytes))
+                base = out if over else stack.enter_context(self._rooms.lend(piece.raw_nbytes))[0]
                 self._fill(name, start, chain[1:], None, base, piece.base)
             data = stack.enter_context(self._stored(name, piece)) if stored is None else stored
             try:
@@ -452,20 +458,12 @@ class Decoder:
                 raise CorruptError(f"{name!r}: {getattr(err, 'message', repr(err))}") from err
 
     @contextmanager
-    def _room(self, nbytes: int) -> Iterator[memoryview]:
-        room = self._rooms.take(nbytes)
-        try:
-            yield room
-        finally:
-            self._rooms.give(room)
-
-    @contextmanager
     def _stored(self, name: str, piece: Piece) -> Iterator[memoryview]:
         found = self._there(piece)
         if found is not None:
             yield found
             return
-        with self._room(piece.nbytes) as room:
+        with self._rooms.lend(piece.nbytes) as (room,):
             self._fetch(name, piece, room)
             yield room
 

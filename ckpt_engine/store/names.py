@@ -4,7 +4,9 @@
 ckpt.json                            the run record
 lease.json                           who writes the run
 snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
+snapshots/<id>.copy.json             the same again, at a place with parity
 data/<id>-r<rank>[-p<part>].safetensors   data files
+data/<data file>.parity-<data>-<parity>-<bytes>   the parity of a data file of so many bytes
 parts/<id>-r<rank>.json              part records: what one of several ranks has written of a snapshot to be committed
 parts/<id>-wanted.json               asks the nodes for their parts of a snapshot that each of them has some of
 pins/<id>.json                       pins: snapshots that retention leaves alone
@@ -56,11 +58,13 @@ _REMEMBERED = 4096
 """Names that were taken apart: a listing shows the same ones again and again."""
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
+_COPY = re.compile(rf"snapshots/({_ID.pattern})\.copy\.json")
 _PIN = re.compile(rf"pins/({_ID.pattern})\.json")
 _PART = re.compile(rf"parts/({_ID.pattern})-r([0-9]{{5,}})\.json")
 _WANTED = re.compile(rf"parts/({_ID.pattern})-wanted\.json")
 _ROWS = re.compile(r"replay/[0-9]{13}-[0-9a-f]{8}-r([0-9]{5,})\.rows")
 _DATA = re.compile(rf"data/({_ID.pattern})-r([0-9]{{5,}})(-p[0-9]{{3,}})?\.safetensors")
+_PARITY = re.compile(rf"({_DATA.pattern})\.parity-([1-9]|1[0-9]|2[0-4])-([1-8])-([1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,30 @@ class ParsedId:
     id: str
     seq: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParityName:
+    """What the name of a parity object says.
+
+    Args:
+        file: the name of the data file.
+        data, parity: so many ranges that the file is cut into, and so many parts that were made from them.
+        nbytes: of the data file.
+    """
+
+    file: str
+    data: int
+    parity: int
+    nbytes: int
+
+    @property
+    def range_bytes(self) -> int:
+        """The bytes of each range; the last one may have fewer."""
+        return -(-self.nbytes // self.data)
+
+    def __str__(self) -> str:
+        return f"{self.file}.parity-{self.data}-{self.parity}-{self.nbytes}"
 
 
 def snapshot_id(seq: int, step: int) -> str:
@@ -164,6 +192,29 @@ def manifest_id(name: str) -> ParsedId | None:
     return _owner(_MANIFEST.fullmatch(name))
 
 
+def copy_name(snapshot: str) -> str:
+    """The object name of the second copy of a snapshot's manifest."""
+    return f"{MANIFESTS}{snapshot}.copy.json"
+
+
+@lru_cache(_REMEMBERED)
+def copy_id(name: str) -> ParsedId | None:
+    """The snapshot whose manifest the object of this name has a second time, or None if it has none."""
+    return _owner(_COPY.fullmatch(name))
+
+
+@lru_cache(_REMEMBERED)
+def parity_of(name: str) -> ParityName | None:
+    """What the name of a parity object says, or None if this is none."""
+    match = _PARITY.fullmatch(name)
+    return ParityName(match[1], int(match[8]), int(match[9]), int(match[10])) if match else None
+
+
+def data_file_of(name: str) -> str:
+    """The object name of the data file whose parity this object has; else the name itself."""
+    return parity.file if (parity := parity_of(name)) is not None else name
+
+
 @lru_cache(_REMEMBERED)
 def data_owner(name: str) -> ParsedId | None:
     """The snapshot that wrote the data file of this object name, or None if it is not a data file's name."""
@@ -213,5 +264,6 @@ def refuse_sealed(data: bytes) -> None:
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
     return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK, ATTEMPTS, SCRUB) or any(
-        part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner, wanted_id, rows_rank)
+        part(name) is not None
+        for part in (manifest_id, copy_id, data_owner, parity_of, pin_id, part_owner, wanted_id, rows_rank)
     )

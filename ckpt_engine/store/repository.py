@@ -128,6 +128,7 @@ class Repository:
         damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
         recent: the manifests that were read or written last.
         alive: the snapshots of the last listing, and those committed since.
+        copied: those of the last listing whose manifest is stored twice, as it is at a place with parity.
         is_refusing: whether it was reported that this user may remove nothing there.
     """
 
@@ -142,6 +143,7 @@ class Repository:
         self._run_of_manifests: str | None = None
         self._last_look: Sequence[tuple[names.ParsedId, ObjectInfo]] = ()
         self.alive: set[str] = set()
+        self.copied: set[str] = set()
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
@@ -270,7 +272,20 @@ class Repository:
         Args:
             known: manifests by their bytes, which are not decoded again.
         """
-        name = names.manifest_name(snapshot)
+        name, *more = self.manifest_objects(snapshot)
+        with suppress(*(FormatError, StorageMissingError) if more else ()):
+            return self.read_object(name, snapshot, known)
+        return self.read_object(more[0], snapshot, known)
+
+    def manifest_objects(self, snapshot: str) -> tuple[str, ...]:
+        """The names of the objects that should have the manifest of a snapshot."""
+        second = (names.copy_name(snapshot),) if snapshot in self.copied else ()
+        return (names.manifest_name(snapshot), *second)
+
+    def read_object(
+        self, name: str, snapshot: str, known: Mapping[bytes, Manifest] = MappingProxyType({})
+    ) -> tuple[Manifest, bytes]:
+        """As `read_text`, from this object and no other."""
         try:
             if names.parse_id(snapshot) is None:
                 raise StorageMissingError(f"not a snapshot id: {snapshot}")
@@ -326,6 +341,19 @@ class Repository:
         self.storage.put(name, [memoryview(text)])
         self.remember(manifest)
 
+    def copy_manifests(self) -> None:
+        """Store each manifest a second time that is stored once. Needs the lease.
+
+        Raises:
+            StorageError: some have only one object still; calling again continues.
+        """
+        for parsed in self.ids():
+            if parsed.id not in self.copied:
+                with suppress(FormatError, StorageMissingError):  # `ckpt verify` names it
+                    text = self.read_text(parsed.id)[1]
+                    self.storage.put(names.copy_name(parsed.id), [memoryview(text)], exclusive=False)
+                    self.copied.add(parsed.id)
+
     def still_has(self, snapshots: Collection[str], files: Sequence[DataFile]) -> bool:
         """Whether snapshots are there with these data files, which stay as long as nothing is forgotten.
 
@@ -341,6 +369,8 @@ class Repository:
     def forget(self, ids: Iterable[str]) -> None:
         """Remove manifests, durably: the snapshots no longer exist, their data becomes garbage. Needs the lease."""
         gone = tuple(ids)
+        if self.copied:  # first: a copy alone makes a snapshot exist
+            self.storage.delete(*map(names.copy_name, gone))
         self.storage.delete(*map(names.manifest_name, gone))
         for snapshot in gone:
             self.alive.discard(snapshot)
@@ -349,8 +379,8 @@ class Repository:
         self._forgotten.update(gone)
 
     def data(self, in_flight: Container[str] = ()) -> Data:
-        """The data files that are there, except those of the snapshots `in_flight`."""
-        found = [(item, names.data_owner(item.name)) for item in self.storage.list(names.DATA)]
+        """The data files that are there and their parity, except those of the snapshots `in_flight`."""
+        found = [(item, names.data_owner(names.data_file_of(item.name))) for item in self.storage.list(names.DATA)]
         return [(item, owner) for item, owner in found if owner and owner.id not in in_flight]
 
     def unreferenced(self, in_flight: Container[str] = (), data: Data | None = None) -> Garbage:
@@ -373,7 +403,7 @@ class Repository:
         self._forgotten &= {owner.id for _, owner in found}
         listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self.alive]
         own = {name for snapshot in self.alive for name in self._files.get(snapshot, ())}
-        loose = [(item, owner) for item, owner in found if item.name not in own]
+        loose = [(item, owner) for item, owner in found if names.data_file_of(item.name) not in own]
         if not loose:
             return Garbage((), (), ())
         needed, damaged = self._references(listed)
@@ -382,10 +412,10 @@ class Repository:
         unneeded = [
             (item, owner.seq > blocked_up_to)
             for item, owner in loose
-            if item.name not in needed and owner.id not in needed_by_damaged
+            if names.data_file_of(item.name) not in needed and owner.id not in needed_by_damaged
         ]
         free = tuple(item for item, proven in unneeded if proven)
-        owners = frozenset(owner.id for item in free if (owner := names.data_owner(item.name)))
+        owners = frozenset(owner.id for item in free if (owner := names.data_owner(names.data_file_of(item.name))))
         owners -= self.alive | self._forgotten
         if free:
             self._require_gone(owners | set(self._unlisted).difference(self.alive))
@@ -475,9 +505,10 @@ class Repository:
 
     def _manifests(self) -> Sequence[tuple[names.ParsedId, ObjectInfo]]:
         """All manifests, oldest first: one listing, no reads."""
-        found = {
-            parsed: item for item in self.storage.list(names.MANIFESTS) if (parsed := names.manifest_id(item.name))
-        }
+        listed = list(self.storage.list(names.MANIFESTS))
+        copies = {parsed: item for item in listed if (parsed := names.copy_id(item.name))}
+        self.copied = {parsed.id for parsed in copies}
+        found = copies | {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:
@@ -518,12 +549,14 @@ class Repository:
         return {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}, damaged
 
     def _read_info(self, snapshot: str) -> SnapshotInfo:
-        name = names.manifest_name(snapshot)
-        head = self.storage.get(name, 0, manifest_codec.HEAD_BYTES)
-        with self._locating(name):
-            info = manifest_codec.decode_info(head)
-            if info is not None:
-                _require_id(info, snapshot)
+        name, *more = self.manifest_objects(snapshot)
+        info: SnapshotInfo | None = None
+        with suppress(*(FormatError, StorageMissingError) if more else ()):
+            head = self.storage.get(name, 0, manifest_codec.HEAD_BYTES)
+            with self._locating(name):
+                info = manifest_codec.decode_info(head)
+                if info is not None:
+                    _require_id(info, snapshot)
         return self._infos.setdefault(snapshot, info or self.read(snapshot).info)
 
     @contextmanager

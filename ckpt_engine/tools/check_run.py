@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ckpt_engine.copy.file_parity import FileParity, restored
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.preempt.divergence import parse_rollback
@@ -51,15 +52,18 @@ class SnapshotProblem:
     Args:
         code: of the error.
         entry: the entry that is hit; None where it is the manifest or a whole file.
+        mendable: what the place itself has can mend it: the parity of the file.
     """
 
     code: str
     message: str
     file: str | None = None
     entry: str | None = None
+    mendable: bool = False
 
     def __str__(self) -> str:
-        return f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
+        text = f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
+        return f"{text}; its parity can mend it" if self.mendable else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +177,28 @@ class Checker:
 
     def check(self, snapshot: str) -> Verdict:
         """Read and digest everything the snapshot needs."""
-        try:
-            manifest = self._repository.read(snapshot)
-        except (FormatError, StorageMissingError) as err:
-            return self._verdict(snapshot, [SnapshotProblem(err.code, err.message, names.manifest_name(snapshot))], 0)
+        manifest: Manifest | None = None
+        unusable: list[SnapshotProblem] = []
+        for name in self._repository.manifest_objects(snapshot):
+            try:
+                manifest = self._repository.read_object(name, snapshot)[0]
+            except (FormatError, StorageMissingError) as err:
+                unusable.append(SnapshotProblem(err.code, err.message, name))
+        if manifest is None:
+            return self._verdict(snapshot, unusable, 0)
         problems, read_bytes = self._data(manifest, names.manifest_name(snapshot))
-        return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
+        return self._verdict(snapshot, unusable + problems, read_bytes, manifest.info.partial)
 
     def check_others(self) -> tuple[SnapshotProblem, ...]:
         """What is wrong with the files that are of no snapshot: `SnapshotProblem.file` names them."""
-        checks = ((item.name, self._other(item.name)) for item in self._storage.list(""))
-        return tuple(one for name, check in checks if check is not None for one in self._found(name, check))
+        listed = [item.name for item in self._storage.list("")]
+        checks = ((name, self._other(name)) for name in listed)
+        found = [one for name, check in checks if check is not None for one in self._found(name, check)]
+        for name in filter(None, map(names.parity_of, listed)):
+            if damaged := FileParity(self._storage, name).damaged_parts():
+                text = f"{damaged:,} parts of it are not what was written → `ckpt repair` makes it again"
+                found.append(SnapshotProblem(CorruptError.code, text, str(name)))
+        return tuple(found)
 
     def _other(self, name: str) -> Callable[[bytes, str], object] | None:
         """What reads all of the file of this name and raises if that is not possible; None: it is not to be checked."""
@@ -241,6 +256,7 @@ class Checker:
         stored, whole = _by_file(manifest)
         for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
             pieces = stored.get(file, {})
+            before = len(problems)
             if file not in sizes:
                 held = units.first(list(dict.fromkeys(one.entry for one in pieces.values())), 3)
                 problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {held}", file))
@@ -253,7 +269,6 @@ class Checker:
             if key in self._verified.times:
                 self._good.update((file, *one) for one in pieces)
                 continue
-            before = len(problems)
             problems += self._header(file, whole.get(file, {}))
             for found, done in self._pieces(file, pieces):
                 problems += found
@@ -261,6 +276,8 @@ class Checker:
                 self._advance(done)
             if len(problems) == before:
                 self._verified.add(key)
+            elif restored(self._storage, file) is not None:
+                problems[before:] = [replace(one, mendable=True) for one in problems[before:]]
         return problems, read_bytes
 
     def _verdict(

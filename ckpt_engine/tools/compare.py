@@ -176,11 +176,8 @@ class Comparison:
             if key in a and key in b:
                 yield from go_on(a[key], b[key], (*path, key))
             else:
-                there, where = (a, "the first") if key in a else (b, "the second")
-                text = f"only in {where}", _ABSENT
-                yield LeafDifference(
-                    "/".join((*path, key)), DifferenceKind.MISSING, *(text if there is a else text[::-1])
-                )
+                sides = ("only in the first", _ABSENT) if key in a else (_ABSENT, "only in the second")
+                yield LeafDifference("/".join((*path, key)), DifferenceKind.MISSING, *sides)
 
 
 class _Side:
@@ -252,10 +249,8 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> LeafDifference | Non
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return LeafDifference(path, DifferenceKind.FORM, _form(a), _form(b))
     flat_a, flat_b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
-    if not flat_a.numel():
-        return None
     size = flat_a.element_size()
-    unequal = (flat_a.view(torch.uint8) != flat_b.view(torch.uint8)).view(-1, size).any(1)
+    unequal = (flat_a.view(torch.uint8) != flat_b.view(torch.uint8)).view(len(flat_a), size).any(1)
     if not (count := int(unequal.sum())):
         return None
     first = int(unequal.nonzero()[0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt_engine.config import Tier
+from ckpt_engine.copy.add_parity import add_parity, parts_of
 from ckpt_engine.copy.make_room import catalogue
 from ckpt_engine.copy.transfer import (
     Copied,
@@ -92,7 +93,7 @@ def copy_run(
     storage = open_storage(tier.url, tier.for_storage())
     ask_tiers.ask([Repository(storage)], Repository.record, ask_tiers.at_most, say)
     ids = {run.find(one)[0] for one in wanted} or {parsed.id for parsed in run.holders}
-    with acquire(storage):
+    with acquire(storage) as lease:
         far = adopt_run(_record_of(run) if fork is None else fork.record, storage)
         missing = dict.fromkeys(sorted(ids - {parsed.id for parsed in far.ids()}, reverse=True))
         done = CopiedRun(run.tiers[0], storage.url, present=len(ids) - len(missing))
@@ -108,6 +109,10 @@ def copy_run(
         if done.failed:
             storage.sweep()  # what it has of them is of no use
         catalogue(far)
+        parts = next(filter(None, map(parts_of, run.places)), None)
+        if parts is not None:
+            far.copy_manifests()
+            add_parity(far, parts, lease.check)
     return done
 
 

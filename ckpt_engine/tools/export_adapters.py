@@ -28,18 +28,17 @@ def plan_adapters(snapshot: Candidate, out: Path) -> tuple[Exported, Write]:
     manifest = snapshot.manifest
     with fitting("peft", manifest.info.id):
         rows = [row for row in manifest.notes.get(NOTE, ()) if row["component"] in manifest.tree]
-        misfits = ["has no PEFT model"] * (not rows)
-        misfits += [f"has several PEFT models, in {', '.join(row['component'] for row in rows)}: see --only"] * (
-            len(rows) > 1
-        )
-        misfits += [
-            f"has the {one['config']['peft_type']} adapter {name!r}, whose weights PEFT computes {one['why']}"
-            for row in rows
-            for name, one in row["adapters"].items()
-            if Path(name).name != name or not all([one["weights"], *one["weights"].values()])
-        ]
-        misfits += [
-            f"trains weights that no adapter has: {', '.join(row['beside'][:3])}" for row in rows if row["beside"]
+        misfits = [
+            *["has no PEFT model"] * (not rows),
+            *[f"has several PEFT models, in {', '.join(row['component'] for row in rows)}: see --only"]
+            * (len(rows) > 1),
+            *(
+                f"has the {one['config']['peft_type']} adapter {name!r}, whose weights PEFT computes {one['why']}"
+                for row in rows
+                for name, one in row["adapters"].items()
+                if Path(name).name != name or not all([one["weights"], *one["weights"].values()])
+            ),
+            *(f"trains weights that no adapter has: {', '.join(row['beside'][:3])}" for row in rows if row["beside"]),
         ]
         if misfits:
             raise MismatchError(f"{manifest.info.id} cannot become peft: it {misfits[0]}", hint=_HINT)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_engine.grouping import grouped
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.branches import Branch, branches
-from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.manifest import SnapshotInfo, by_age
 from ckpt_engine.store.repository import Listing, Repository
 from ckpt_engine.tools.stored_run import Run, away_of
 
@@ -53,11 +54,9 @@ def pin_of(snapshot: str, holders: Sequence[TierListing]) -> pins.Pin | None:
 
 def merged(tiers: Sequence[TierListing]) -> list[tuple[SnapshotInfo, list[TierListing]]]:
     """All snapshots, oldest first, and where they are."""
-    found: dict[str, tuple[SnapshotInfo, list[TierListing]]] = {}
-    for tier in tiers:
-        for info in tier.listing.snapshots:
-            found.setdefault(info.id, (info, []))[1].append(tier)
-    return sorted(found.values(), key=lambda row: (row[0].seq, row[0].id))
+    infos = {info.id: info for tier in reversed(tiers) for info in tier.listing.snapshots}
+    holders = grouped((info.id, tier) for tier in tiers for info in tier.listing.snapshots)
+    return [(info, holders[info.id]) for info in sorted(infos.values(), key=by_age)]
 
 
 def named_branches(rows: Sequence[tuple[SnapshotInfo, list[TierListing]]]) -> tuple[list[Branch], Mapping[str, str]]:

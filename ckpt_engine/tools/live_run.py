@@ -96,7 +96,7 @@ def ask_writer(url: str, seconds: float) -> Mapping[str, Any]:
     Raises:
         CkptError, OSError: it does not answer within so many seconds.
     """
-    reply = control.ask(url, {"what": control.STATUS}, seconds)
+    reply = control.ask(url, {"what": control.Question.STATUS}, seconds)
     return {} if reply is None else reply.body
 
 

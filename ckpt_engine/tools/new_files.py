@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from ckpt_engine.errors import StorageExistsError, StorageMissingError
 from ckpt_engine.store.storage.disk import closing_fd, translated
+from ckpt_engine.undo import on_failure
 
 
 def check_free(path: Path, *, replace: bool, folder: bool = False) -> None:
@@ -64,12 +65,8 @@ def new_folder(path: Path, *, replace: bool) -> Iterator[Path]:
             _sync(one)
         if replace and path.exists():
             path.rename(old)
-        try:
+        with on_failure(lambda: old.exists() and old.rename(path)):
             temp.rename(path)  # onto an empty folder at most: what came into being meanwhile is not replaced
-        except BaseException:
-            if old.exists():
-                old.rename(path)
-            raise
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
@@ -32,11 +32,9 @@ class Origins:
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
         """Those of a snapshot."""
-        counted: Counter[str] = Counter()
-        for name, _, nbytes in _ranges(manifest):
-            counted[owner_of(name)] += nbytes
-        info = manifest.info
-        return cls(info.id, info.nbytes, sum(counted.values()), dict(sorted(counted.items())))
+        found = grouped((owner_of(name), nbytes) for name, _, nbytes in _ranges(manifest))
+        written_by = {owner: sum(sizes) for owner, sizes in sorted(found.items())}
+        return cls(manifest.info.id, manifest.info.nbytes, sum(written_by.values()), written_by)
 
     def __str__(self) -> str:
         share = f", {units.share(self.stored_bytes / self.nbytes)} of its size" if self.nbytes else ""

@@ -6,7 +6,6 @@ It consists of containers, leaves and arrays (docs/format.md, "Tree").
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,23 +13,10 @@ from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.tree import PAIRS, TreePath
 
 
-@dataclass(frozen=True, slots=True)
-class OutlineLeaf:
-    """An array in the state: its path and its node, which names the entry."""
-
-    path: TreePath
-    node: dict[str, Any]
-
-    @property
-    def entry(self) -> str:
-        """The entry that has its bytes."""
-        return str(self.node["entry"])
-
-    @property
-    def own_nbytes(self) -> int:
-        """Its bytes, where it is one of many in a pack; else 0: its entry has them."""
-        view = self.node.get("view") or {}
-        return prod(view["shape"]) * (item_bytes(view["dtype"]) or 1) if view.get("own") else 0
+def own_nbytes(node: dict[str, Any]) -> int:
+    """The bytes of an array, where it is one of many in a pack; else 0: its entry has them."""
+    view = node.get("view") or {}
+    return prod(view["shape"]) * (item_bytes(view["dtype"]) or 1) if view.get("own") else 0
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
@@ -61,10 +47,11 @@ def leaves(node: Any) -> Iterator[Any]:
         yield from leaves(child)
 
 
-def array_leaves(node: Any, path: TreePath = ()) -> Iterator[OutlineLeaf]:
-    """Every array at or below `node`, also inside nodes of kinds unknown here."""
+def array_leaves(node: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[str, Any]]]:
+    """Every array at or below `node`, also inside nodes of kinds unknown here: its path, and the node that names its
+    entry."""
     if isinstance(node, dict) and "$" in node and "entry" in node:
-        yield OutlineLeaf(path, node)
+        yield path, node
         return
     if (found := children(node)) is None and isinstance(node, dict):
         found = [(key, child) for key, child in node.items() if isinstance(child, dict | list)]

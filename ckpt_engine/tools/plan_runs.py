@@ -117,15 +117,14 @@ def jobs_of(
         "memory_stall": memory,
         "nbytes": int(costs.written_bytes),
     }
-    rhythms: dict[str, Callable[[Clock, EventSink], SnapshotTimer] | None] = {"ckpt-engine": None}
-    rhythms |= {
+    ruled: dict[str, Callable[[Clock, EventSink], SnapshotTimer]] = {
         name: partial(rule, settings)
         if isinstance(rule, type)
         else partial(Ruled, max(costs.step_seconds, rule(costs, per_second)))
         for name, rule in rules.items()
     }
     same = partial(SimulatedJob, restart=restart, training=training, tiers=far)
-    return {name: partial(same, rhythm=rhythm) for name, rhythm in rhythms.items()}
+    return {"ckpt-engine": same, **{name: partial(same, rhythm=rhythm) for name, rhythm in ruled.items()}}
 
 
 def simulate(

@@ -20,6 +20,7 @@ MEANINGS = {
     "slowdown": "longer steps near snapshots",
     "stall": "snapshots blocked training",
     "fence": "waits for copies",
+    "hooks": "of each step, for snapshots or not",
     "replay": "lost by failures, done again",
     "restore": "snapshots were read",
     "startup": "processes got ready",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.errors import CkptError, visible
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.tools.recorded_attempts import MEANINGS
@@ -135,12 +136,9 @@ def page(found: RunReport) -> str:
 
 def _marks(snapshots: Sequence[SnapshotMark], place: Any) -> list[tuple[float, float, SnapshotMark, int]]:
     """A mark for each pixel that has snapshots: of the last one there, with how many there are."""
-    found: dict[tuple[int, int, bool], tuple[float, float, SnapshotMark, int]] = {}
-    for one in snapshots:
-        x, y = place(one)
-        key = round(x), round(y), len(one.tiers) > 1
-        found[key] = x, y, one, found[key][3] + 1 if key in found else 1
-    return list(found.values())
+    placed = [(*place(one), one) for one in snapshots]
+    pixels = grouped(((round(x), round(y), len(one.tiers) > 1), (x, y, one)) for x, y, one in placed)
+    return [(*there[-1], len(there)) for there in pixels.values()]
 
 
 def _path(life: Life, snapshots: Sequence[SnapshotMark], begin: float, across: Axis, up: Axis, *, first: bool) -> str:

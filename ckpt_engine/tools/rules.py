@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.tools.simulate import Rule
+
+_PUBLISHED: Mapping[str, Rule] = {
+    "daly": lambda costs, rate: optimal(costs.cost_seconds, 1.0 / rate),
+    # An overhead of 3.5 %, and never faster than the writer (FAST 2021).
+    "checkfreq": lambda costs, _: max(costs.cost_seconds / 0.035, costs.latency_seconds),
+}
 
 
 def rule_of(name: str) -> Rule | type[SnapshotTimer]:
@@ -21,10 +28,8 @@ def rule_of(name: str) -> Rule | type[SnapshotTimer]:
     Raises:
         ConfigError: there is none.
     """
-    if name == "daly":
-        return lambda costs, rate: optimal(costs.cost_seconds, 1.0 / rate)
-    if name == "checkfreq":  # an overhead of 3.5 %, and never faster than the writer (FAST 2021)
-        return lambda costs, _: max(costs.cost_seconds / 0.035, costs.latency_seconds)
+    if name in _PUBLISHED:
+        return _PUBLISHED[name]
     module, colon, function = name.partition(":")
     if colon:
         if (here := str(Path.cwd())) not in sys.path:  # where a script is started, Python looks beside the script only

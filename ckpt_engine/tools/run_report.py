@@ -9,10 +9,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from ckpt_engine.config import Config
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.resume_report import ResumeReport, last_resume
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store.branches import Branch
@@ -205,15 +206,21 @@ def _changed(run: Run, infos: Sequence[SnapshotInfo]) -> tuple[SnapshotInfo, ...
 
 
 def _taken(rows: Sequence[tuple[SnapshotInfo, Sequence[TierListing]]]) -> list[SnapshotMark]:
-    found = []
-    before: dict[str, float] = {}
-    for info, holders in rows:
-        last = before.get(info.line.attempt)
-        before[info.line.attempt] = info.created
-        gap = None if last is None else max(0.0, info.created - last)
-        tiers = tuple(one.number for one in holders)
-        found.append(SnapshotMark(info.id, info.step, info.created, info.reason, info.nbytes, tiers, gap, info.metrics))
-    return found
+    by_attempt = grouped((info.line.attempt, info) for info, _ in rows).values()
+    gaps = {later.id: max(0.0, later.created - one.created) for infos in by_attempt for one, later in pairwise(infos)}
+    return [
+        SnapshotMark(
+            id=info.id,
+            step=info.step,
+            created=info.created,
+            reason=info.reason,
+            nbytes=info.nbytes,
+            tiers=tuple(one.number for one in holders),
+            gap=gaps.get(info.id),
+            metrics=info.metrics,
+        )
+        for info, holders in rows
+    ]
 
 
 def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]:

@@ -5,20 +5,24 @@ Tied tensors are stored once, as `safetensors.torch.save_model` does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ckpt_engine.errors import MismatchError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.tree import require_written_out
 from ckpt_engine.tools.float_formats import is_wider
-from ckpt_engine.tools.outline import OutlineLeaf, array_leaves, leaves
+from ckpt_engine.tools.outline import array_leaves, leaves
 
 _ARRAY_KINDS = ("tensor", "sharded", "ndarray")
+_METADATA = "__metadata__"
+"""What a file of safetensors has besides arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +111,18 @@ def select(manifest: Manifest, component: str | None = None) -> Selection:
         )
     node, joint = (dict(manifest.tree), "/") if component is None else (manifest.tree[component], ".")
     require_written_out(node, manifest.entries)
-    stored: dict[tuple[str, str], ExportedArray] = {}
-    tied: dict[str, str] = {}
-    taken: set[str] = set()
-    for leaf in array_leaves(node):
-        if leaf.node["$"] not in _ARRAY_KINDS:
-            continue
-        array = _array(manifest, leaf, joint.join(leaf.path))
-        if array.name in taken or array.name == "__metadata__":
-            raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
-        taken.add(array.name)
-        same = stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)
-        if same is not array:
-            tied[array.name] = same.name
-    if not stored:
+    arrays = [
+        _array(manifest, leaf, joint.join(path)) for path, leaf in array_leaves(node) if leaf["$"] in _ARRAY_KINDS
+    ]
+    if not arrays:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
-    others = [one for one in leaves(node) if not isinstance(one, dict) or one.get("$") not in _ARRAY_KINDS]
-    return Selection(_aligned(stored.values()), tied, len(others))
+    name, many = Counter([_METADATA, *(array.name for array in arrays)]).most_common(1)[0]
+    if many > 1:
+        raise MismatchError(f"two arrays of {manifest.info.id} would be called {name!r} in the file")
+    stored = grouped(((array.entry, repr(array.view)), array) for array in arrays).values()
+    tied = {other.name: first.name for first, *others in stored for other in others}
+    values = [one for one in leaves(node) if not isinstance(one, dict) or one.get("$") not in _ARRAY_KINDS]
+    return Selection(_aligned(first for first, *_ in stored), tied, len(values))
 
 
 def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
@@ -131,9 +130,9 @@ def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
     return tuple(sorted(arrays, key=lambda array: -item_bytes(array.dtype)))
 
 
-def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
-    entry = manifest.entries[leaf.entry]
-    if (view := leaf.node.get("view")) is None:
-        boxes = boxes_of(leaf.node, entry.shape)
-        return ExportedArray(name, entry.dtype, entry.shape, leaf.entry, None, boxes if len(boxes) > 1 else ())
-    return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf.entry, view)
+def _array(manifest: Manifest, leaf: Mapping[str, Any], name: str) -> ExportedArray:
+    entry = manifest.entries[leaf["entry"]]
+    if (view := leaf.get("view")) is None:
+        boxes = boxes_of(leaf, entry.shape)
+        return ExportedArray(name, entry.dtype, entry.shape, leaf["entry"], None, boxes if len(boxes) > 1 else ())
+    return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf["entry"], view)

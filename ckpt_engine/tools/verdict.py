@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.store.manifest import RANKS
@@ -111,10 +112,8 @@ def judge(step: int, differences: Sequence[LeafDifference], *, fresh: bool) -> F
         return None
     # The most telling first, and one of each random stream: its state before its copies in data positions.
     ranked = sorted(differences, key=lambda one: (list(Area).index(area_of(one)), "rng" not in _parts(one.path)[:2]))
-    named: dict[str, LeafDifference] = {}
-    for one in ranked:
-        named.setdefault(_stream(one.path) if area_of(one) is Area.STREAM else one.path, one)
-    first, *rest = named.values()
+    named = grouped((_stream(one.path) if area_of(one) is Area.STREAM else one.path, one) for one in ranked)
+    first, *rest = (found[0] for found in named.values())
     area, streams_only = area_of(first), {area_of(one) for one in ranked} == {Area.STREAM}
     cause = _UNSEEDED if fresh and streams_only else (_FRESH if fresh else _RESUMED)[area]
     others = tuple(map(_text, rest[:OTHERS]))

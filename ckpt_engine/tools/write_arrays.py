@@ -8,7 +8,7 @@ them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -42,14 +42,16 @@ def write_arrays(
     }
     out.write(container.build_header(rows, metadata))
     loss = Loss()
-    views: dict[str, bytearray] = {}
+    views: dict[str, bytes] = {}
     for array in selection.arrays:
-        blocks = _blocks(sources, manifest, array)
+        parts: Iterable[bytes | bytearray] = _blocks(sources, manifest, array)
         if array.view is not None:  # thousands of them may lie in one entry
             if array.entry not in views:
-                views[array.entry] = bytearray().join(blocks)
-            blocks = iter((views[array.entry],))
-        for stored in _in_order(array, blocks):
+                views[array.entry] = b"".join(parts)
+            parts = _cut_view(array, array.view, views[array.entry])
+        elif array.boxes:
+            parts = [_put_together(array, b"".join(parts))]
+        for stored in parts:
             block = stored if array.stored is None else narrow(stored, array.stored, array.dtype, loss)
             out.write(block)
             advance(len(block))
@@ -72,16 +74,6 @@ def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Itera
         yield block
 
 
-def _in_order(array: ExportedArray, blocks: Iterator[bytearray]) -> Iterator[bytes | bytearray]:
-    """The bytes of an array in C order."""
-    if array.view is not None:
-        yield from _cut_view(array, array.view, b"".join(blocks))
-    elif array.boxes:
-        yield _put_together(array, b"".join(blocks))
-    else:
-        yield from blocks
-
-
 def _put_together(array: ExportedArray, stored: bytes) -> bytes:
     """The bytes of an array whose boxes lie one behind another."""
     size = item_bytes(array.stored or array.dtype)
@@ -97,15 +89,7 @@ def _put_together(array: ExportedArray, stored: bytes) -> bytes:
 def _cut_view(array: ExportedArray, view: Mapping[str, Any], whole: bytes) -> Iterator[bytes]:
     """The bytes of a view in C order; a few at a time, as it may repeat what it has."""
     size = item_bytes(array.stored or array.dtype)
-    strides = (*(step * size for step in view["stride"]), 1)
-    raw = np.frombuffer(whole, np.uint8, offset=view["byte_offset"])
-    yield from _in_blocks(np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False))
-
-
-def _in_blocks(rows: Any) -> Iterator[bytes]:
-    if rows.nbytes <= _BLOCK_BYTES:
-        yield rows.tobytes()
-        return
-    step = _BLOCK_BYTES // rows[0].nbytes
-    for start in range(0, len(rows), step or 1):
-        yield from (rows[start : start + step].tobytes(),) if step else _in_blocks(rows[start])
+    strides = [step * size for step in view["stride"]]
+    elements = np.ndarray(array.shape, f"V{size}", whole, view["byte_offset"], strides).flat
+    for start in range(0, len(elements), _BLOCK_BYTES // size):
+        yield elements[start : start + _BLOCK_BYTES // size].tobytes()

@@ -25,9 +25,9 @@ from ckpt_engine.observe.events import (
     UNKNOWN,
     AttemptsFound,
     Event,
-    Notice,
 )
-from ckpt_engine.observe.number_types import OptionalSize, Positive, Seconds
+from ckpt_engine.observe.number_types import OptionalSize, Positive, Seconds, SignedSeconds
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store import names
 from ckpt_engine.store.lease_holder import LeaseHolder, ProcessIdentity
@@ -77,7 +77,7 @@ class Attempt:
     ranks: Positive = 1
     started: Seconds = 0.0
     step: OptionalSize = -1
-    times: Mapping[str, Seconds] = field(default_factory=dict)
+    times: Mapping[str, SignedSeconds] = field(default_factory=dict)
     intervals: tuple[tuple[Seconds, Positive, str], ...] = ()
     resumed_at: OptionalSize = -1
     proof: str = ""
@@ -210,14 +210,14 @@ class AttemptRecord:
     ) -> None:
         self._storage = storage
         self._check = check
-        self._emit = emit
+        self._report = Reporter(emit)
         self.spent = spent
         process = ProcessIdentity.of(trainer.pid)
         name = "" if process is None else f"{process.boot}/{process.namespace}/{process.pid}/{process.ticks}"
         self._mine = Attempt(trainer.host, name, time.time(), ranks=ranks)
         self._opened = time.monotonic()
         self._earlier = AttemptHistory(())
-        self._said = self._gone = False
+        self._gone = False
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="ckpt-attempt", daemon=True)
@@ -239,7 +239,7 @@ class AttemptRecord:
         if lasted or self._mine.seconds:
             reached = max((one.step for one in rows), default=-1)
             spent, until = self._earlier.over
-            self._emit(AttemptsFound(lasted, failures, seconds, reached, asdict(spent), until))
+            self._report.emit(AttemptsFound(lasted, failures, seconds, reached, asdict(spent), until))
         self._write()
         self._thread.start()
 
@@ -298,6 +298,4 @@ class AttemptRecord:
                 self._say(err)
 
     def _say(self, err: CkptError) -> None:
-        if not self._said:
-            self._said = True
-            self._emit(Notice("WARNING", f"how long this run lasts is not recorded: {err.message}"))
+        self._report.failed("attempts", f"how long this run lasts is not recorded: {err.message}")

@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from ckpt_engine.errors import StateError, WriterError
 from ckpt_engine.observe import events
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.durability import Ledger
-from ckpt_engine.writer.messages import EVENT, Body
+from ckpt_engine.writer.messages import Body, Kind
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 64
@@ -63,12 +64,18 @@ class Received:
     fds: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Frame:
-    """What is left to send of one message, and descriptors (our own duplicates) that go with its first byte."""
+    """What is left to send of one message, and descriptors (our own duplicates) that go with its first byte.
+
+    They are closed with this object.
+    """
 
     rest: memoryview
     fds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, close_all, self.fds).atexit = False
 
 
 def duplicates(fds: Sequence[int]) -> tuple[int, ...]:
@@ -159,18 +166,12 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._drop_outgoing()  # the peer is gone: its end of file or pidfd says so to the owner
+                self._outgoing.clear()  # the peer is gone: its end of file or pidfd says so to the owner
                 return
-            close_all(frame.fds)
             frame.fds = ()
             frame.rest = frame.rest[sent:]
             if not frame.rest:
                 self._outgoing.popleft()
-
-    def _drop_outgoing(self) -> None:
-        for frame in self._outgoing:
-            close_all(frame.fds)
-        self._outgoing.clear()
 
     def wake(self) -> None:
         """Wake the owner's selector. Any thread."""
@@ -195,11 +196,7 @@ class Channel:
         Raises:
             WriterError: the peer does not speak this protocol.
         """
-        poll = select.poll()
-        poll.register(self, select.POLLIN | (select.POLLOUT if self.backlog else 0))
-        for fd in (self.wake_fd, *others):
-            poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(timeout * 1000)}
+        ready = readable(timeout, self.fileno(), self.wake_fd, *others, writes=self.fileno() if self.backlog else -1)
         self.clear_wake()
         self.flush()
         return *self.receive(), ready
@@ -262,18 +259,22 @@ class Channel:
         with self._lock:
             if self.fileno() < 0:
                 return
-            self._drop_outgoing()
+            self._outgoing.clear()
             close_all(tuple(self._fds))
             self._fds.clear()
             self._sock.close()
             os.close(self.wake_fd)
 
 
-def readable(timeout: float, *fds: int) -> set[int]:
-    """Which of these descriptors can be read; waits at most `timeout` seconds for the first one."""
+def readable(timeout: float, *fds: int, writes: int = -1) -> set[int]:
+    """Which of these descriptors can be read; waits at most `timeout` seconds for the first one.
+
+    Args:
+        writes: one of them, for which it is enough that it can be written.
+    """
     poll = select.poll()
     for fd in fds:
-        poll.register(fd, select.POLLIN)
+        poll.register(fd, select.POLLIN | (select.POLLOUT if fd == writes else 0))
     return {fd for fd, _ in poll.poll(timeout * 1000)}
 
 
@@ -293,7 +294,7 @@ def close_all(fds: Sequence[int]) -> None:
 
 def event(found: events.Event) -> Body:
     """The message that carries an event."""
-    return {"kind": EVENT, "event": events.to_json(found)}
+    return {"kind": Kind.EVENT, "event": events.to_json(found)}
 
 
 @dataclass(eq=False)
@@ -304,7 +305,7 @@ class RecentEvents:
 
     def forward(self, emit: Callable[[Body], object], body: Body) -> object:
         """Remember the event in a message, if it carries one, and give the message to `emit`."""
-        if body["kind"] == EVENT:
+        if body["kind"] == Kind.EVENT:
             self._sent.append((time.time(), body["event"]))
         return emit(body)
 

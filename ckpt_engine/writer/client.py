@@ -41,8 +41,8 @@ from ckpt_engine.observe.events import (
     said_if_slow,
 )
 from ckpt_engine.observe.units import duration
-from ckpt_engine.writer import channel, messages
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.messages import Body, Kind
 
 ANSWER_SECONDS = 60.0
 """How long a writer may take to start and answer, on top of waiting for the lease."""
@@ -124,35 +124,35 @@ class WriterClient(abc.ABC):
 
     def _hear(self, body: Body) -> None:
         """Take what the writer says, on the thread that hears it."""
-        if body["kind"] == messages.COPYING:
+        if body["kind"] == Kind.COPYING:
             self._copies_remain(body)
             return
         with self._changed:
             match body["kind"]:
-                case messages.STARTED:
+                case Kind.STARTED:
                     self.first_seq, self.peer_port = body["first_seq"], body["port"]
                     self.history = None if body["history"] is None else History(**body["history"])
                     self._answered = True
-                case messages.REFUSED:
+                case Kind.REFUSED:
                     self._closing = self._answered = True
                     self._refused = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
-                case messages.CLOSED:
+                case Kind.CLOSED:
                     if body["left"]:
                         left = f"{body['left']}; {self._care_of(body)}"
                         self.news.append(Notice("INFO" if body["said"] else "WARNING", left))
                         self._goes_on = True
                         self._closed.set()
-                case messages.EVENT:
+                case Kind.EVENT:
                     self.news.append(events.from_json(body["event"]))
-                case messages.DONE:
+                case Kind.DONE:
                     done = msgspec.convert(body["done"], JobDone)
                     self._open.pop(done.job, None)
                     self.news.append(done)
-                case messages.FREED:
+                case Kind.FREED:
                     self.news.append(SlotFreed(body["slot"]))
-                case messages.MIRRORED:
+                case Kind.MIRRORED:
                     self.news.append(Mirrored(body["snapshot"]))
-                case messages.REQUEST:
+                case Kind.REQUEST:
                     request = Requested(body["what"], body["who"])
                     if request not in self.news:  # one that waits to be taken in is not kept twice
                         self.news.append(request)
@@ -307,7 +307,7 @@ class WriterClient(abc.ABC):
         before, old = self._told
         if not (gone or is_new or layout is not before or trees is not old):
             return
-        body: Body = {"kind": messages.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
+        body: Body = {"kind": Kind.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
         body["layout"] = None if layout is before else to_json(layout)
         body["keys"] = () if trees is old else tuple(trees)
         body["trees"] = {key: tree for key, tree in trees.items() if old.get(key) is not tree}
@@ -320,7 +320,7 @@ class WriterClient(abc.ABC):
         Raises:
             WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
         """
-        self._send_job(messages.PERSIST, job)
+        self._send_job(Kind.PERSIST, job)
 
     def hold(self, job: PersistJob) -> None:
         """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
@@ -331,7 +331,7 @@ class WriterClient(abc.ABC):
         Raises:
             WriterError: as `submit`.
         """
-        self._send_job(messages.HOLD, job)
+        self._send_job(Kind.HOLD, job)
 
     def _send_job(self, kind: str, job: PersistJob) -> None:
         if self._foreign:
@@ -339,7 +339,7 @@ class WriterClient(abc.ABC):
         with self._changed:
             if self._lost is not None:
                 raise WriterError(self._lost.message)
-            if kind == messages.PERSIST:
+            if kind == Kind.PERSIST:
                 self._open[job.job] = job
         try:
             self._send({"kind": kind, "job": to_json(job)})
@@ -354,19 +354,19 @@ class WriterClient(abc.ABC):
 
     def cancel(self, snapshot: str, why: str) -> None:
         """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
-        self._tell({"kind": messages.CANCEL, "snapshot": snapshot, "why": why})
+        self._tell({"kind": Kind.CANCEL, "snapshot": snapshot, "why": why})
 
     def meet(self, others: Mapping[str, Any]) -> None:
         """Say where the writers of other machines are, see `peers.Peers.meet`."""
-        self._tell({"kind": messages.PARTNER, **others})
+        self._tell({"kind": Kind.PARTNER, **others})
 
     def attach_pulse(self, fd: int) -> None:
         """Share where the trainer says how far it is, see `HeartbeatPage`. Sent to a dead writer this does nothing."""
-        self._tell({"kind": messages.PULSE}, [fd])
+        self._tell({"kind": Kind.PULSE}, [fd])
 
     def attach_rows(self, name: str, about: Mapping[str, Any], fd: int) -> None:
         """Share where the trainer records its steps, see `RowFile`. Sent to a dead writer this does nothing."""
-        self._tell({"kind": messages.ROWS, "name": name, "about": about}, [fd])
+        self._tell({"kind": Kind.ROWS, "name": name, "about": about}, [fd])
 
     def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:
         if self.alive:

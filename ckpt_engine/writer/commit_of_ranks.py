@@ -40,9 +40,6 @@ LOOKS = GrowingPauses(0.005, 0.5, 1.5)
 """Between two looks for the parts of other ranks."""
 ALONE_SECONDS = 5.0
 """How long parts are waited for once the trainer is gone: the lease must be free before a restarted one gives up."""
-
-_never = threading.Event()
-"""Takes the place of an event that is set already: waiting for that one would not wait."""
 GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
 """Between two looks at the tier for what others have left."""
 
@@ -56,7 +53,8 @@ class SessionSnapshots(Container[str]):
 
     _session: str
     _first_seq: int
-    _declined: set[str] = field(default_factory=set, init=False)
+    declined: set[str] = field(default_factory=set, init=False)
+    """Those in which the coordinator has no part: others say the same, or leave what they have written."""
 
     def __contains__(self, snapshot: object) -> bool:
         parsed = names.parse_id(snapshot) if isinstance(snapshot, str) else None
@@ -70,14 +68,10 @@ class SessionSnapshots(Container[str]):
         """This snapshot and all before it are committed, or never will be."""
         self._first_seq = max(self._first_seq, names.seq_of(snapshot) + 1)
 
-    def decline(self, snapshot: str) -> None:
-        """The coordinator has no part in this one; others say the same, or leave what they have written."""
-        self._declined.add(snapshot)
-
     def declined_before(self, snapshot: str) -> set[str]:
         """Those before this one that nothing was done about yet."""
-        found = {one for one in tuple(self._declined) if one < snapshot}
-        self._declined -= found
+        found = {one for one in tuple(self.declined) if one < snapshot}
+        self.declined -= found
         return found
 
 
@@ -152,7 +146,7 @@ class Gathering(CommitStrategy):
         self.in_flight.settle(staged.snapshot)
 
     def cancel(self, repository: Repository, snapshot: str, why: str) -> None:  # noqa: ARG002 - nothing is stored
-        self.in_flight.decline(snapshot)
+        self.in_flight.declined.add(snapshot)
 
     def _gather(self, storage: Storage, mine: PartRecord) -> list[PartRecord]:
         deadline, alone_until = time.monotonic() + self._ranks.wait_seconds, float("inf")
@@ -165,7 +159,8 @@ class Gathering(CommitStrategy):
 
         def pause(seconds: float) -> None:
             self._progress.check()
-            (_never if self._alone.is_set() else self._alone).wait(seconds)
+            # Waiting for an event that is set would not wait.
+            (threading.Event() if self._alone.is_set() else self._alone).wait(seconds)
             self._progress.moved()
 
         self._progress.moved()
@@ -302,9 +297,13 @@ class Gather:
         began = time.monotonic()
         try:
             manifest, copied = give(source, target, snapshot, put)
-            seconds = time.monotonic() - began
+            # Others are given as long for their copy.
+            until = 2 * time.monotonic() - began + self.ranks.wait_seconds
             mine = part_records.of_manifest(manifest)
-            whole = part_records.merge([mine, *self._others(storage, mine, self.ranks.wait_seconds + seconds)])
+            others = _other_parts(
+                storage, mine, range(mine.size), GATHER_LOOKS, lambda: until, self._pause, self._counts
+            )
+            whole = part_records.merge([mine, *others])
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
@@ -322,10 +321,6 @@ class Gather:
                 part_records.remove(storage, other, ranks)
         with suppress(StorageExistsError):
             storage.put(names.wanted_name(snapshot), [memoryview(b"{}\n")])
-
-    def _others(self, storage: Storage, mine: PartRecord, patience_seconds: float) -> list[PartRecord]:
-        deadline = time.monotonic() + patience_seconds
-        return _other_parts(storage, mine, range(mine.size), GATHER_LOOKS, lambda: deadline, self._pause, self._counts)
 
     def _counts(self, part: PartRecord) -> bool:
         """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
@@ -41,14 +42,8 @@ from ckpt_engine.writer.unix_sockets import SocketListener
 if TYPE_CHECKING:
     from ckpt_engine.writer.job_queue import JobQueue
 
-SNAPSHOT = "snapshot"
-PARITY = "parity"
-HELD = "held"
-BYE = "bye"
-SAVE = "save"
-STOP = "stop"
-FLUSH = "flush"
-STATUS = "status"
+Question = StrEnum("Question", ["SNAPSHOT", "PARITY", "HELD", "BYE", "SAVE", "STOP", "FLUSH", "STATUS"])
+"""What a request asks for."""
 
 REQUEST_SECONDS = 5.0
 """How long a client may take to say what it wants."""
@@ -133,7 +128,7 @@ class Control:
             WriterError: the name is not to be had within `timeout` seconds.
         """
         try:
-            reply = ask(self._root_url, {"what": BYE}, timeout, self._rank)
+            reply = ask(self._root_url, {"what": Question.BYE}, timeout, self._rank)
             if reply is not None and not reply.body.get("ok"):
                 raise WriterError("another writer of this run serves its trainer")
             self._listener = SocketListener(unix_sockets.name_of(self._root_url, self._rank), timeout)
@@ -232,11 +227,11 @@ class ControlHandlers:
         self.said_bye = False
         """Whether the writer is not needed any more."""
         self._handlers: Mapping[object, Callable[[Body], Reply | None]] = {
-            **dict.fromkeys((SNAPSHOT, PARITY, HELD), self._of_memory),
-            BYE: self._take_leave,
-            **dict.fromkeys((SAVE, STOP), self._pass_on),
-            FLUSH: self._flushed,
-            STATUS: self._status,
+            **dict.fromkeys((Question.SNAPSHOT, Question.PARITY, Question.HELD), self._of_memory),
+            Question.BYE: self._take_leave,
+            **dict.fromkeys((Question.SAVE, Question.STOP), self._pass_on),
+            Question.FLUSH: self._flushed,
+            Question.STATUS: self._status,
         }
 
     def leave(self, *, serves: bool) -> None:
@@ -258,10 +253,10 @@ class ControlHandlers:
             return None
         if self._attended or not self._serves:
             why = "its trainer is alive" if self._attended else "the run was closed"
-            return Reply({"held": [], "why": why}) if request["what"] == HELD else nothing(why)
-        if request["what"] == HELD:
+            return Reply({"held": [], "why": why}) if request["what"] == Question.HELD else nothing(why)
+        if request["what"] == Question.HELD:
             return self._list()
-        if request["what"] == PARITY:
+        if request["what"] == Question.PARITY:
             return self._parity(str(request.get("snapshot")))
         return self._snapshot(request.get("snapshot"))
 

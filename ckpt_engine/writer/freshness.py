@@ -82,8 +82,8 @@ class Freshness:
 
 def _are_same(before: Manifest, now: Manifest, names: Sequence[str]) -> bool:
     """Whether all entries have the bytes that they had; False where there are none, or that is not known."""
-    digests = [(_digests(before, name), _digests(now, name)) for name in names]
-    return bool(digests) and all(old == new and None not in new for old, new in digests)
+    digests = ((_digests(before, name), _digests(now, name)) for name in names)
+    return bool(names) and all(old == new and None not in new for old, new in digests)
 
 
 def _digests(manifest: Manifest, name: str) -> Sequence[str | None]:

@@ -22,7 +22,6 @@ from ckpt_engine.observe.events import (
     CLOSED,
     FAILED,
     GONE,
-    Notice,
     SnapshotCommitted,
     SnapshotFailed,
     TierDegraded,
@@ -30,10 +29,11 @@ from ckpt_engine.observe.events import (
     line,
     said_if_slow,
 )
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.units import duration, place
 from ckpt_engine.store.storage.redaction import redacted, secrets_of
-from ckpt_engine.writer import channel, messages
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.messages import Body, Kind
 
 FAILURE, STOP, DURABLE = "failure", "stop", "durable"
 _ENDS = {
@@ -76,11 +76,11 @@ class Hooks:
         self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}}
         self._reported: set[str] = set()
         """Codes of failures since a snapshot was durable."""
-        self._broken: set[str] = set()
+        self._report = Reporter(lambda event: emit(channel.event(event)))
         self.why: str | None = None
 
     def _take(self, body: Body) -> object:
-        event = from_json(body["event"]) if body["kind"] == messages.EVENT else None
+        event = from_json(body["event"]) if body["kind"] == Kind.EVENT else None
         if isinstance(event, SnapshotCommitted):
             metrics = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
             self._newest = {
@@ -107,7 +107,7 @@ class Hooks:
         call = post if isinstance(hook, str) and hook.startswith(("http://", "https://")) else run
         try:
             call(hook, about, self._config.on)
-            self._broken.discard(name)
+            self._report.worked(name)
         except Exception as err:  # noqa: BLE001 - whatever it is: the next one gets its own chance
             secrets = [
                 text
@@ -115,9 +115,7 @@ class Hooks:
                 for text in secrets_of(options)
             ]
             error = HookError(f"on.{name} failed, training continues: {redacted(str(err), secrets)}")
-            if name not in self._broken:
-                self._to_trainer(channel.event(Notice("WARNING", str(error))))
-            self._broken.add(name)
+            self._report.failed(name, str(error))
 
     def finish(self, ending: str | None) -> None:
         """Note how the run ends, and wait until everything has run, first with the trainer and then without it.
@@ -130,7 +128,7 @@ class Hooks:
             self._begin(name, f"{message}: {self.why}" if self.why else message)
         calls, seconds = dict(self._calls), self._config.end_wait_seconds
         names = " and ".join(sorted(set(calls.values())))
-        copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
+        copying = {"kind": Kind.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
         if calls:
             self._to_trainer({**copying, "waits": ""})  # everything is durable
 
@@ -141,7 +139,7 @@ class Hooks:
             late = wait(calls, seconds).not_done
         if late:
             names = " and ".join(sorted({calls[one] for one in late}))
-            self._to_trainer({"kind": messages.CLOSED, "left": f"{names} did not end", "said": True, "copies": False})
+            self._to_trainer({"kind": Kind.CLOSED, "left": f"{names} did not end", "said": True, "copies": False})
             wait(late, self._config.drain_seconds)
 
 

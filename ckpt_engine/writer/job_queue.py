@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
-from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer import channel
 from ckpt_engine.writer.hooks import Hooks
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.persister import Emit, Persister
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 RESCUE_SECONDS = 30.0
 """How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
 _AGAIN_SECONDS = 2.0
-_IDLE_SECONDS = 60.0
 _SEAL_SECONDS = 600.0
 
 
@@ -42,7 +41,7 @@ class _QueueItem:
     flush: bool = False
 
 
-class JobQueue:
+class JobQueue(threading.Thread):
     """Opens a persister, lets it do the jobs in order, and closes it.
 
     `put`, `flush`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is
@@ -69,6 +68,7 @@ class JobQueue:
         on_news: Callable[[], object] = lambda: None,
         caught_up: Callable[[], bool] = lambda: False,
     ) -> None:
+        super().__init__(name="ckpt-writer", daemon=True)
         self._memory = config.memory
         self.ranks = config.ranks
         self._hooks = Hooks(config, emit)
@@ -91,7 +91,6 @@ class JobQueue:
         self.peers = self._open_peers(config.ranks)
         self.ended = False
         self.rescued_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
 
     def _open_peers(self, ranks: RankConfig) -> Peers | None:
         if not (ranks.mirrors and self._memory):
@@ -105,10 +104,6 @@ class JobQueue:
             self._hooks.emit,
         )
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
     def put(self, body: Body, fds: Sequence[int] = ()) -> None:
         """Take a message; `fds` are owned from now on. One that is not of the protocol breaks the writer down."""
         with self._changed:
@@ -119,20 +114,20 @@ class JobQueue:
                 self._take(body, fds)
             except Exception:  # noqa: BLE001 - reported to the trainer, which starts a new writer
                 self._broken = traceback.format_exc()
-                self._drop(lambda _: True)
+                self._todo.clear()
                 self._finishing = True
             self._changed.notify()
 
     def _take(self, body: Body, fds: Sequence[int]) -> None:
         match body["kind"]:
-            case messages.PULSE:
+            case Kind.PULSE:
                 self.held.take_pulse(fds[0])
-            case messages.ROWS:
+            case Kind.ROWS:
                 self._persister.rows.attach(body, fds[0])
-            case messages.PARTNER:
+            case Kind.PARTNER:
                 if self.peers is not None:
                     self.peers.meet(body)
-            case messages.CANCEL:
+            case Kind.CANCEL:
                 self._todo.append(_QueueItem(partial(self._persister.cancel, body["snapshot"], body["why"])))
             case kind:
                 order = self._intake.take(body, fds)
@@ -144,11 +139,9 @@ class JobQueue:
                     self.held.hold(order)
                     if self.peers is not None:
                         self.peers.offer(order)
-                if kind == messages.PERSIST:
+                if kind == Kind.PERSIST:
                     self._todo.append(_QueueItem(partial(self._persister.persist, order), order))
-                    return
-                order.release()
-                if order.problem is not None:
+                elif order.problem is not None:
                     text = f"step {order.job.step} is not kept in memory: {order.problem}"
                     self._hooks.emit(channel.event(Notice("WARNING", text)))
 
@@ -165,7 +158,6 @@ class JobQueue:
                 return None
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
-                newest.retain()
                 self._todo.append(_QueueItem(partial(self._flush, newest), newest, flush=True))
                 self._changed.notify()
             return newest.job.step
@@ -216,7 +208,7 @@ class JobQueue:
             self._written = ending != GONE and newest is not None and newest.durable
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
-                self._drop(lambda order: order is not newest)
+                self._todo = deque(one for one in self._todo if one.order is newest)
             self._intake.close()  # memory that no order needs
             self._finishing = self._abandoned = True
             self._persister.leave_alone()
@@ -237,25 +229,15 @@ class JobQueue:
     def skip_waiting(self) -> None:
         """Exit after the message at hand and what is in memory, leaving further tiers as they are."""
         with self._changed:
-            self._drop(lambda _: True)
+            self._todo.clear()
             self._finishing = self._hurried = True
             self._changed.notify()
             nothing_to_rescue = not self._memory or self.rescued_at is not None
         if nothing_to_rescue:
             self._persister.stop_draining()
 
-    def join(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for the thread to end; whether it has."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _drop(self, unwanted: Callable[[StagedJob | None], bool]) -> None:
-        for turn in [one for one in self._todo if unwanted(one.order)]:
-            self._todo.remove(turn)
-            if turn.order is not None:
-                turn.order.release()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """The thread."""
         broken: str | None = None
         try:
             if self._open():
@@ -280,7 +262,7 @@ class JobQueue:
 
     def _let_go(self) -> None:
         with self._changed:
-            self._drop(lambda _: True)
+            self._todo.clear()
             self._intake.close()
             if not self._abandoned:
                 self.held.close()
@@ -289,7 +271,7 @@ class JobQueue:
         try:
             self._persister.open()
         except CkptError as err:
-            self._hooks.emit({"kind": messages.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
+            self._hooks.emit({"kind": Kind.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return False
         self._on_open()
         self.opened = True
@@ -297,7 +279,7 @@ class JobQueue:
         history = self._persister.history
         self._hooks.emit(
             {
-                "kind": messages.STARTED,
+                "kind": Kind.STARTED,
                 "first_seq": self._persister.first_seq,
                 "port": port,
                 "history": None if history is None else asdict(history),
@@ -314,11 +296,10 @@ class JobQueue:
             finally:
                 with self._changed:
                     self._at_hand = None
-                if turn.order is not None:
-                    turn.order.release()
             if turn.flush and turn.order is not None:
                 # Not before: a flush that is asked for while the order is at hand waits for this.
                 self._hooks.emit(channel.event(MemoryFlushed(turn.order.job.step, time.monotonic())))
+            del turn  # and the memory of its slot, while the next one is waited for
         if self._broken is None:
             self._rescue()
 
@@ -327,14 +308,13 @@ class JobQueue:
             self._save_held()
             return
         # The trainer cannot have filled the slot again: it sends a newer one before.
-        order.unchanged = lambda: self._caught_up() and self.held.newest is order
+        order.unchanged = lambda one: self._caught_up() and self.held.newest is one
         self._persister.recover([order])
 
     def _next(self) -> _QueueItem | None:
         """The next turn, its order numbered; None: no more will come."""
         with self._changed:
-            while not self._todo and not self._finishing:
-                self._changed.wait(_IDLE_SECONDS)
+            self._changed.wait_for(lambda: self._todo or self._finishing)
             if not self._todo:
                 return None
             turn = self._todo.popleft()
@@ -358,17 +338,13 @@ class JobQueue:
         self.held.drop_torn()
         orders = self.held.all_held()
         for order in orders:
-            order.unchanged = partial(self.held.keeps, order)
-        try:
-            if orders and (not orders[0].durable or (self._abandoned and self.may_lose)):
-                if self._abandoned:
-                    self.held.wait_sealed(_SEAL_SECONDS)
-                self._insist(orders)
-            if self._written and orders and self._persister.is_committed(orders[0]):
-                self.held.let_go()
-        finally:
-            for order in orders:
-                order.release()
+            order.unchanged = self.held.keeps
+        if orders and (not orders[0].durable or (self._abandoned and self.may_lose)):
+            if self._abandoned:
+                self.held.sealed.wait(_SEAL_SECONDS)
+            self._insist(orders)
+        if self._written and orders and self._persister.is_committed(orders[0]):
+            self.held.let_go()
 
     def _insist(self, orders: Sequence[StagedJob]) -> None:
         """Try, with some patience if the trainer is gone: what killed it may have hit the disk too."""

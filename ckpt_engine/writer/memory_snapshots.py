@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -22,31 +24,29 @@ from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.writer import messages, part_records
+from ckpt_engine.writer import part_records
 from ckpt_engine.writer.channel import RecentEvents, close_all
-from ckpt_engine.writer.messages import Body, Reply, nothing
+from ckpt_engine.writer.messages import Body, Kind, Reply, nothing
 from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
 
 SHARES = 3
 """Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""
 
 
-def stays() -> bool:
+def stays(_: StagedJob) -> bool:
     """The slot stays as it is until the trainer may fill it again."""
     return True
 
 
 class StagedJob:
-    """A job with what it refers to. It keeps its slot until each retain is matched by a release.
-
-    It is made with one reference.
+    """A job with what it refers to. The memory of its slot goes with the last job that refers to it.
 
     Attributes:
         snapshot: the id it has got, see `Ids`.
         durable: whether it has become durable under that id.
         failed: whether it has failed to do so.
         problem: why the job cannot be done at all; None: it can.
-        unchanged: see `Staged`; to be set where the trainer lives and may use the slot.
+        unchanged: see `Staged`, asked with this job; to be set where the trainer lives and may use the slot.
     """
 
     def __init__(
@@ -62,13 +62,11 @@ class StagedJob:
         self.snapshot: str | None = job.snapshot
         self.durable = False
         self.failed = False
-        self.unchanged: Callable[[], bool] = stays
+        self.unchanged: Callable[[StagedJob], bool] = stays
         self._slot = slot
         self._layout = layout
         self._skeletons = skeletons
         self._digests = Digests()
-        if slot is not None:
-            slot.retain()
 
     def staged(self, snapshot: str) -> Staged:
         """What is to be written as `snapshot`.
@@ -80,17 +78,8 @@ class StagedJob:
         if self._slot is None or self._layout is None or self.problem is not None:
             raise WriterError(f"job {self.job.job} cannot be done: {self.problem}")
         skeletons = {key: skeleton() for key, skeleton in self._skeletons.items()}
-        return Staged(self.job, snapshot, self._slot, self._layout(), skeletons, self._digests, self.unchanged)
-
-    def retain(self) -> None:
-        """Keep the slot until one more `release`."""
-        if self._slot is not None:
-            self._slot.retain()
-
-    def release(self) -> None:
-        """Let go of the slot."""
-        if self._slot is not None:
-            self._slot.release()
+        unchanged = partial(self.unchanged, self)
+        return Staged(self.job, snapshot, self._slot, self._layout(), skeletons, self._digests, unchanged)
 
 
 @dataclass(eq=False)
@@ -104,7 +93,7 @@ class MessageDecoder:
     _skeletons: dict[str, Callable[[], KeySkeleton]] = field(default_factory=dict, init=False)
 
     def take(self, body: Body, fds: Sequence[int] = ()) -> StagedJob | None:
-        """Do what a message says. The order of a `persist` or a `hold`; the caller owns it.
+        """Do what a message says. The order of a `persist` or a `hold`.
 
         Args:
             fds: what came with it; owned from now on.
@@ -113,16 +102,16 @@ class MessageDecoder:
             WriterError: a message that is not of the protocol.
         """
         kind = body["kind"]
-        if kind in (messages.PERSIST, messages.HOLD):
+        if kind in (Kind.PERSIST, Kind.HOLD):
             return self._resolve(job_from_json(body["job"]))
-        if kind != messages.ARENA:
+        if kind != Kind.ARENA:
             close_all(fds)
             raise WriterError(f"the writer does not know the message {kind!r}")
         if body["slot"] is not None:
             number, nbytes = body["slot"]
-            self._forget_slots([number])
             self._slots[number] = ArenaSlot(fds[0], nbytes)
-        self._forget_slots(body["gone"])
+        for number in body["gone"]:
+            self._slots.pop(number, None)
         if (layout := body["layout"]) is not None:
             self._layout = cache(lambda: CutLayout.of(msgspec.convert(layout, Layout)))
         if keys := body["keys"]:
@@ -131,8 +120,8 @@ class MessageDecoder:
         return None
 
     def close(self) -> None:
-        """Let go of all slots that no order keeps. Idempotent."""
-        self._forget_slots(list(self._slots))
+        """Let go of all slots. Idempotent."""
+        self._slots.clear()
 
     def _resolve(self, job: PersistJob) -> StagedJob:
         problem: str | None = None
@@ -143,12 +132,6 @@ class MessageDecoder:
         elif type(job.step) is not int or job.step < 0:
             problem = f"{job.step!r:.40} is no step"
         return StagedJob(job, self._slots.get(job.slot), self._layout, self._skeletons, problem)
-
-    def _forget_slots(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            slot = self._slots.pop(number, None)
-            if slot is not None:
-                slot.release()
 
 
 @dataclass(eq=False)
@@ -214,8 +197,9 @@ class MemorySnapshots:
         """What the writer has said last."""
         self._pulse = -1
         self._run: RunText | None = None
-        self._sealed = threading.Event()
-        self._digested: dict[StagedJob, ErrorRecord | None] = {}
+        self.sealed = threading.Event()
+        """The digests are known, or cannot be."""
+        self._digested = WeakKeyDictionary[StagedJob, ErrorRecord | None]()
         """Those whose digests are, or are being, worked out, and what that has failed with."""
         self._unwanted = self._settled = False
 
@@ -243,7 +227,6 @@ class MemorySnapshots:
 
     def hold(self, order: StagedJob) -> None:
         """Keep `order`, and let go of what is too much, or was in its slot."""
-        order.retain()
 
         def newest(orders: list[StagedJob]) -> list[StagedJob]:
             return [*(one for one in orders if one.job.slot != order.job.slot), order][-self._keep :]
@@ -258,12 +241,9 @@ class MemorySnapshots:
             os.close(before)
 
     def all_held(self) -> list[StagedJob]:
-        """All orders, newest first; the caller releases them."""
+        """All orders, newest first."""
         with self._lock:
-            found = list(reversed(self._orders))
-            for order in found:
-                order.retain()
-            return found
+            return list(reversed(self._orders))
 
     def seal(self, run: RunText) -> None:
         """The trainer is gone and everything it sent has arrived: what is in memory is final.
@@ -275,7 +255,7 @@ class MemorySnapshots:
         self.drop_torn()
         newest = self.newest
         if newest is None:
-            self._sealed.set()
+            self.sealed.set()
             self._tell()
             return
         self._digest_soon(newest)
@@ -300,20 +280,14 @@ class MemorySnapshots:
 
         self._replace(whole)
 
-    def wait_sealed(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until the digests are known, or cannot be; whether that is so."""
-        return self._sealed.wait(timeout)
-
     def ids(self) -> list[str] | None:
         """The ids of what is in memory, newest first; None: not known yet."""
-        if not self._sealed.is_set() or not self._ids.begun:
+        if not self.sealed.is_set() or not self._ids.begun:
             return None
-        with self._lock:
-            orders = list(reversed(self._orders))
-        return [self._ids.of(order) for order in orders]
+        return [self._ids.of(order) for order in self.all_held()]
 
     def offer(self, wanted: str | None = None) -> Reply | None:
-        """What there is to restore from, as a reply to `control.SNAPSHOT`; None: not known yet.
+        """What there is to restore from, as a reply to `control.Question.SNAPSHOT`; None: not known yet.
 
         Args:
             wanted: the snapshot; None: the newest, which must be a whole one.
@@ -323,7 +297,7 @@ class MemorySnapshots:
         """
         if wanted is None and self._keep > 1:
             return nothing("it is the share of one of several ranks")
-        if not self._sealed.is_set() or not self._ids.begun:
+        if not self.sealed.is_set() or not self._ids.begun:
             return None
         with self._lock:
             run = self._run
@@ -333,26 +307,22 @@ class MemorySnapshots:
             error = self._digested.get(order)
             if error is not None:
                 return nothing(f"the snapshot in memory cannot be used: {error.message}")
-            order.retain()
-        try:
-            staged = order.staged(self._ids.of(order))
-            if staged.digests.known is None:
-                self._digest_soon(order)
-                return None
-            body = {
-                "snapshot": staged.snapshot,
-                "step": order.job.step,
-                "manifest": self._described(staged, run.run).decode(),
-                "run": run.run,
-                "record": run.text.decode(),
-                "file": staged.data.name,
-                "nbytes": staged.nbytes,
-                "durable": order.durable,
-                "beat": (beat := self.beat) and asdict(beat),
-            }
-            return Reply(body, (staged.slot.reading_fd(),))
-        finally:
-            order.release()
+        staged = order.staged(self._ids.of(order))
+        if staged.digests.known is None:
+            self._digest_soon(order)
+            return None
+        body = {
+            "snapshot": staged.snapshot,
+            "step": order.job.step,
+            "manifest": self._described(staged, run.run).decode(),
+            "run": run.run,
+            "record": run.text.decode(),
+            "file": staged.data.name,
+            "nbytes": staged.nbytes,
+            "durable": order.durable,
+            "beat": (beat := self.beat) and asdict(beat),
+        }
+        return Reply(body, (staged.slot.reading_fd(),))
 
     def _described(self, staged: Staged, run: str) -> bytes:
         """The manifest, or the part record of a rank's share, of which the digests are known."""
@@ -386,18 +356,13 @@ class MemorySnapshots:
     def _replace(self, kept: Callable[[list[StagedJob]], list[StagedJob]]) -> None:
         """Keep these of the orders, and let go of the others."""
         with self._lock:
-            before, after = self._orders, kept(self._orders)
-            self._orders = after
-        for order in before:
-            if order not in after:
-                order.release()
+            self._orders = kept(self._orders)
 
     def _digest_soon(self, order: StagedJob) -> None:
         with self._lock:
             if order in self._digested:
                 return
             self._digested[order] = None
-            order.retain()
         threading.Thread(target=self._digest, args=(order,), name="ckpt-seal", daemon=True).start()
 
     def _digest(self, order: StagedJob) -> None:
@@ -406,8 +371,7 @@ class MemorySnapshots:
         except (CkptError, ValueError, OSError) as err:
             self._digested[order] = ErrorRecord.of(err)
         finally:
-            order.release()
-            self._sealed.set()
+            self.sealed.set()
             self._tell()
 
 
@@ -424,11 +388,19 @@ class SlotReaders:
     _readers: Counter[int] = field(default_factory=Counter, init=False)
     _promised: set[int] = field(default_factory=set, init=False)
 
-    def take(self, slot: int) -> Callable[[], None]:
-        """Note a reader; the result, to be called once, notes its end."""
+    @contextmanager
+    def reading(self, slot: int) -> Iterator[None]:
+        """The block reads the slot."""
         with self._lock:
             self._readers[slot] += 1
-        return partial(self._end, slot)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers[slot] -= 1
+                if not self._readers[slot] and slot in self._promised:
+                    self._promised.discard(slot)
+                    self._freed(slot)
 
     def settle(self, slot: int, tell: Callable[[bool], object]) -> None:
         """Call `tell` with whether the slot is still read; `freed` for it comes later than that."""
@@ -437,12 +409,3 @@ class SlotReaders:
             if is_read:
                 self._promised.add(slot)
             tell(is_read)
-
-    def _end(self, slot: int) -> None:
-        with self._lock:
-            self._readers[slot] -= 1
-            if self._readers[slot] == 0:
-                del self._readers[slot]
-                if slot in self._promised:
-                    self._promised.discard(slot)
-                    self._freed(slot)

@@ -1,10 +1,14 @@
-"""Mends the nearest tier while the run trains: data files that a load has found damaged there."""
+"""Keeps the data files of the nearest tier whole while the run trains.
+
+Those that a load has found damaged there are mended, and those that lack parity get it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from ckpt_engine.copy.add_parity import add_parity
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.copy.whole_file import whole_file
 from ckpt_engine.errors import CkptError, StorageMissingError
@@ -20,7 +24,7 @@ def mend_damage(
     check_lease: Callable[[], object],
     emit: Callable[[Event], object],
 ) -> None:
-    """Replace damaged data files of the nearest tier by the same bytes, as far as further tiers have them.
+    """Replace damaged data files of the nearest tier by the same bytes, as far as parity or further tiers have them.
 
     Args:
         damaged: the names of the files.
@@ -38,3 +42,16 @@ def mend_damage(
                 emit(Notice("INFO", f"{what} was damaged and is mended from {units.place(source)}"))
         except CkptError as err:
             emit(Notice("WARNING", f"{what} is not mended: {err.message}"))
+
+
+def complete_parity(
+    config: WriterConfig, parts: tuple[int, int], check_lease: Callable[[], object], emit: Callable[[Event], object]
+) -> None:
+    """Make the parity that data files of the nearest tier lack. `check_lease` and `emit` are as of `mend_damage`."""
+    place = Repository(open_storage(config.url, config.storage_options))
+    try:
+        add_parity(place, parts, check_lease)
+    except CkptError as err:
+        emit(
+            Notice("WARNING", f"some data files at {units.place(place.storage.url)} have no parity yet: {err.message}")
+        )

@@ -39,29 +39,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 Body = dict[str, Any]
 
-START = "start"
-ARENA = "arena"
-PERSIST = "persist"
-HOLD = "hold"
-CANCEL = "cancel"
-PULSE = "pulse"
-ROWS = "rows"
-PARTNER = "partner"
-CLOSE = "close"
-LEAVE = "leave"
-STARTED = "started"
-REFUSED = "refused"
-EVENT = "event"
-DONE = "done"
-FREED = "freed"
-MIRRORED = "mirrored"
-COPYING = "copying"
-CLOSED = "closed"
-REQUEST = "request"
+Kind = StrEnum(
+    "Kind",
+    "START ARENA PERSIST HOLD CANCEL PULSE ROWS PARTNER CLOSE LEAVE "
+    "STARTED REFUSED EVENT DONE FREED MIRRORED COPYING CLOSED REQUEST",
+)
+"""The kinds of messages: first those to the writer, then those to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)

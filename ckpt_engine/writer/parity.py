@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,10 +95,15 @@ class Parity:
     nbytes: int
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Memory:
+    """Shared memory, which is given back with this object."""
+
     fd: int
     view: memoryview
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.fd).atexit = False
 
 
 @dataclass(slots=True)
@@ -173,10 +179,8 @@ class ParitySets:
                 self._put_aside(one)
             self._open.clear()
             self._kept.clear()
-            spare, self._spare = self._spare, None
+            self._spare = None
             self.group = ()
-        if spare is not None:
-            os.close(spare.fd)
 
     def _begin(self, share: PeerShare) -> tuple[_Set, int]:
         """Where a chunk belongs, and its bytes."""
@@ -234,10 +238,7 @@ class ParitySets:
         """Memory that was touched once costs nothing the next time. Who still writes into `old` finds nothing there."""
         with old.lock:
             memory, old.memory = old.memory, None
-        if memory is not None:
-            before, self._spare = self._spare, memory
-            if before is not None:
-                os.close(before.fd)
+        self._spare = memory or self._spare
 
     def _new(self, nbytes: int) -> _Memory:
         """Zeros, at least so many."""
@@ -245,8 +246,6 @@ class ParitySets:
         if spare is not None and spare.view.nbytes >= nbytes:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(spare.view)), 0, spare.view.nbytes)
             return spare
-        if spare is not None:
-            os.close(spare.fd)
         return _Memory(*shared_memory("ckpt-share", max(1, nbytes)))
 
 

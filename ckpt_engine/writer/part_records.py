@@ -23,6 +23,7 @@ import msgspec
 from ckpt_engine.copy.job import KeySkeleton, Layout, RankConfig
 from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.number_types import Size
 from ckpt_engine.store import manifest_codec, names, repository
 from ckpt_engine.store.json_checks import is_shape, reading, require
@@ -209,12 +210,9 @@ def there(storage: Storage, snapshot: str | None = None) -> dict[str, set[int]]:
 
 def by_snapshot(listed: Iterable[ObjectInfo]) -> dict[str, set[int]]:
     """The ranks whose part records are among what was listed, by snapshot."""
-    found: dict[str, set[int]] = {}
-    for item in listed:
-        owner = names.part_owner(item.name)
-        if owner is not None:
-            found.setdefault(owner[0].id, set()).add(owner[1])
-    return found
+    owners = (owner for item in listed if (owner := names.part_owner(item.name)) is not None)
+    found = grouped((parsed.id, rank) for parsed, rank in owners)
+    return {snapshot: set(ranks) for snapshot, ranks in found.items()}
 
 
 def remove(storage: Storage, snapshot: str, ranks: Collection[int]) -> None:

@@ -11,8 +11,8 @@ its direction, its length, its kind and its bytes, with a key of that connection
 | `what`     | carries                                                          | reply |
 |---|---|---|
 | `add`      | a `PeerShare`; `digest` of a chunk of it, and the chunk          | `ok` when it is whole; else `why` |
-| `snapshot` | `snapshot`                                                       | as `control.SNAPSHOT`, and the file |
-| `parity`   | `snapshot`                                                       | as `control.PARITY`, and the parity |
+| `snapshot` | `snapshot`                                                       | as `control`, and the file |
+| `parity`   | `snapshot`                                                       | as `control`, and the parity |
 | `mirrored` | `rank`, `snapshot`                                               | `ok` |
 | `moved`    | `rank`, `host`, `port`: of the writer that has taken its place   | `ok` |
 """

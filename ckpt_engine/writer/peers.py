@@ -9,48 +9,63 @@ meanwhile. A keeper is not waited for: one that is gone is reported, and tried a
 
 from __future__ import annotations
 
-import os
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
+from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import digesting
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.storage.base import Throttle
 from ckpt_engine.store.storage.disk import closing_fd
-from ckpt_engine.writer import channel, messages, part_records
+from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.memory_snapshots import StagedJob
-from ckpt_engine.writer.messages import Answer, Body, nothing
+from ckpt_engine.writer.messages import Answer, Body, Kind, nothing
 from ckpt_engine.writer.parity import ParitySets, chunk
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, PeerShare, Server, connect
 
 _REMEMBERED = 16
-_IDLE_SECONDS = 60.0
 _END_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class _Keeper:
-    """Who keeps the share, or chunk `number` of it. `away`: it failed the last time, and that was reported."""
+class _Link:
+    """A connection to a rank's writer, which is made when it is needed. One thread; others may move it or hang up."""
 
-    rank: int
-    number: int
+    secret: str
     address: tuple[str, int]
-    line: PeerConnection | None = None
-    line_to: tuple[str, int] | None = None
-    away: bool = False
+    _line: PeerConnection | None = None
+    _line_to: tuple[str, int] | None = None
+
+    def line(self) -> PeerConnection:
+        """The connection to where the writer is now; raises as `connect`."""
+        address, line = self.address, self._line
+        if line is None or self._line_to != address:
+            self.hang_up()
+            line = self._line = connect(*address, self.secret)
+            self._line_to = address
+        return line
 
     def hang_up(self) -> None:
-        line, self.line = self.line, None
+        line, self._line = self._line, None
         if line is not None:
             line.close()
+
+
+@dataclass(slots=True)
+class _Keeper(_Link):
+    """Who keeps the share, or chunk `number` of it."""
+
+    rank: int = 0
+    number: int = 0
 
 
 class Peers:
@@ -82,20 +97,20 @@ class Peers:
         self._run_text = run
         self._intact = intact
         self._emit = emit
+        self._report = Reporter(lambda event: emit(channel.event(event)))
         self.parity = ParitySets()
         self.answer: Answer = lambda _: nothing("the writer has just begun")
         self._news = threading.Condition()
-        self._lead: tuple[str, int] | None = None
-        self._line: PeerConnection | None = None
+        self._lead = _Link(ranks.session, ("", 0))
         self._mirrored: dict[str, set[int]] = {}
         rate = ranks.mirror_bytes_per_second
         self._throttle = Throttle(rate) if rate is not None else None
         self._changed = threading.Condition()
         self._next: StagedJob | None = None
         self._keepers: dict[int, _Keeper] = {}
-        self._failed = False
         self._closed = threading.Event()
-        self._fd, self._nbytes = -1, 0
+        self._room = memoryview(bytearray())
+        """Memory for a copy of a share."""
         self._mirror = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
         # All ranks tell rank 0's writer what was kept.
         where = ranks.address or "127.0.0.1"
@@ -112,9 +127,12 @@ class Peers:
         addresses = [(str(host), int(port)) for host, port in body["addresses"]]
         keepers, senders = [int(rank) for rank in body["keepers"]], [int(rank) for rank in body["senders"]]
         self.parity.expect([self._ranks.rank, *senders])
-        self._lead = addresses[0]
+        self._lead.address = addresses[0]
         with self._changed:
-            self._keepers = {rank: _Keeper(rank, n, addresses[rank]) for n, rank in enumerate(keepers)}
+            self._keepers = {
+                rank: _Keeper(self._ranks.session, addresses[rank], rank=rank, number=number)
+                for number, rank in enumerate(keepers)
+            }
         self._mirror.start()
         if body["moved"]:
             # Those that send their shares here, and all who say to rank 0 that theirs were kept.
@@ -125,12 +143,9 @@ class Peers:
 
     def offer(self, order: StagedJob) -> None:
         """The newest order is to be mirrored next, instead of what waits."""
-        order.retain()
         with self._changed:
-            before, self._next = self._next, order
+            self._next = order
             self._changed.notify()
-        if before is not None:
-            before.release()
 
     def poke(self) -> None:
         """What `answer` says may have changed."""
@@ -141,15 +156,11 @@ class Peers:
         """Send nothing more, and serve nothing. Idempotent; waits a little for what is being sent."""
         with self._changed:
             self._closed.set()
-            order, self._next = self._next, None
+            self._next = None
             self._changed.notify()
-        if order is not None:
-            order.release()
         if self._keepers:
             self._mirror.join(_END_SECONDS)
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        self._lead.hang_up()
         self._server.close()
         self.parity.close()
 
@@ -186,7 +197,7 @@ class Peers:
             if rank in self._keepers:
                 self._keepers[rank].address = (host, port)
         if rank == 0:
-            self._lead = (host, port)
+            self._lead.address = (host, port)
 
     def _give(self, wanted: dict[str, Any], line: PeerConnection) -> None:
         with self._news:
@@ -204,17 +215,12 @@ class Peers:
             self._count(snapshot, 0)
             return
         for _ in range(2):  # rank 0 may have another writer since
-            line = self._line  # `close` takes it away at any moment
             try:
-                if line is None:
-                    assert self._lead is not None
-                    line = self._line = connect(*self._lead, self._ranks.session)
+                line = self._lead.line()
                 line.send({"what": "mirrored", "rank": self._ranks.rank, "snapshot": snapshot})
                 line.receive()
             except (OSError, CkptError):
-                if line is not None:
-                    line.close()
-                self._line = None  # if it stays away, rank 0 does not wait for ever
+                self._lead.hang_up()  # if it stays away, rank 0 does not wait for ever
             else:
                 return
 
@@ -226,33 +232,25 @@ class Peers:
             while len(self._mirrored) > _REMEMBERED:
                 del self._mirrored[next(iter(self._mirrored))]
         if whole:
-            self._emit({"kind": messages.MIRRORED, "snapshot": snapshot})
-
-    def _notice(self, text: str, warns: bool) -> None:
-        self._emit(channel.event(Notice("WARNING" if warns else "INFO", text)))
+            self._emit({"kind": Kind.MIRRORED, "snapshot": snapshot})
 
     def _run(self) -> None:
         while (order := self._take()) is not None:
             try:
                 self._send(order)
             except (OSError, CkptError, ValueError) as err:
-                if not self._failed:
-                    text = f"the share of rank {self._ranks.rank} cannot be sent to other machines: {err}"
-                    self._notice(f"{text}; it is in the memory of this machine only", True)
-                self._failed = True
+                text = f"the share of rank {self._ranks.rank} cannot be sent to other machines: {err}"
+                self._report.failed("share", f"{text}; it is in the memory of this machine only")
             else:
-                self._failed = False
-            finally:
-                order.release()
+                self._report.worked("share")
+            del order  # and the memory of its slot, while the next one is waited for
         for keeper in self._keepers.values():
             keeper.hang_up()
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._room = memoryview(bytearray())
 
     def _take(self) -> StagedJob | None:
         with self._changed:
-            while self._next is None and not self._closed.is_set():
-                self._changed.wait(_IDLE_SECONDS)
+            self._changed.wait_for(lambda: self._next is not None or self._closed.is_set())
             order, self._next = self._next, None
             return order
 
@@ -262,12 +260,10 @@ class Peers:
         nbytes = staged.nbytes
         if run is None:
             return
-        if nbytes > self._nbytes:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._nbytes = -1, 0
-            self._fd, self._nbytes = shared_memory("ckpt-share", nbytes)[0], nbytes
-        copy = shared_bytes(self._fd, nbytes, writable=True)
+        if nbytes > self._room.nbytes:
+            self._room = memoryview(bytearray())  # the smaller one goes before
+            self._room = memoryview(mmap.mmap(-1, nbytes))
+        copy = self._room[:nbytes]
         with staged.slot.image(nbytes) as image:
             copy[:] = image
         if not self._intact(order):
@@ -281,38 +277,31 @@ class Peers:
 
     def _attempt(self, keeper: _Keeper, share: PeerShare, copy: memoryview) -> bool:
         """Whether a keeper has its part of the share now."""
-        with self._changed:
-            host, port = keeper.address
-        who = f"rank {keeper.rank} at {host}:{port}"
+        host, port = keeper.address
+        name = f"rank {keeper.rank}"
+        who = f"{name} at {host}:{port}"
         try:
-            why = self._deliver(keeper, (host, port), share, copy)
+            why = self._deliver(keeper, share, copy)
         except (OSError, CkptError, ValueError) as err:
             keeper.hang_up()
-            if not keeper.away:
-                text = f"{who} does not take the share of rank {share.rank}: {err}"
-                self._notice(f"{text}; it is in the memory of this machine only", True)
-            keeper.away = True
+            text = f"{who} does not take the share of rank {share.rank}: {err}"
+            self._report.failed(name, f"{text}; it is in the memory of this machine only")
             return False
         if why is not None:
             keeper.hang_up()
-            self._notice(f"{who} did not keep the share of rank {share.rank}: {why}", True)
+            self._report.warn(f"{who} did not keep the share of rank {share.rank}: {why}")
             return False
-        if keeper.away:
-            keeper.away = False
-            self._notice(f"{who} is back", False)
+        if self._report.worked(name):
+            self._report.emit(Notice("INFO", f"{who} is back"))
         return True
 
-    def _deliver(self, keeper: _Keeper, address: tuple[str, int], share: PeerShare, copy: memoryview) -> str | None:
+    def _deliver(self, keeper: _Keeper, share: PeerShare, copy: memoryview) -> str | None:
         """None, or why it is not kept; raises if the keeper is gone."""
-        if keeper.line_to != address:
-            keeper.hang_up()
-        if keeper.line is None:
-            keeper.line_to = address
-            keeper.line = connect(*address, self._ranks.session)
+        line = keeper.line()
         data = copy[chunk(share.nbytes, len(self._keepers) + 1, keeper.number)]
-        keeper.line.send({"what": "add", **asdict(share), "digest": digest(data)})
-        keeper.line.send_file(data, self._pace)
-        reply = keeper.line.receive()
+        line.send({"what": "add", **asdict(share), "digest": digest(data)})
+        line.send_file(data, self._pace)
+        reply = line.receive()
         return None if reply.get("ok") else str(reply.get("why"))
 
     def _pace(self, nbytes: int) -> None:

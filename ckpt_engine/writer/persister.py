@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
@@ -26,28 +27,29 @@ from ckpt_engine.errors import (
     StorageStalledError,
 )
 from ckpt_engine.observe.events import (
-    Event,
+    GONE,
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
     SnapshotFound,
     TierDegraded,
 )
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
+from ckpt_engine.store.storage.retries import ask_apart
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader, StuckCallRunner, WatchedStorage
-from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
-from ckpt_engine.writer.mend_damage import mend_damage
-from ckpt_engine.writer.messages import Body
-from ckpt_engine.writer.part_records import recover
+from ckpt_engine.writer.mend_damage import complete_parity, mend_damage
+from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
 from ckpt_engine.writer.pulse import SpentTimes
 from ckpt_engine.writer.row_file import RowFile
@@ -85,24 +87,24 @@ class Persister:
     ) -> None:
         self._config = config
         self._emit = emit
+        self._report = Reporter(lambda event: emit(channel.event(event)))
         self._ids = ids
         self._spent = spent
-        self._primary: PrimaryTier
-        self._lane: StuckCallRunner
         self.first_seq = 0
         """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
-        self._holds = SlotReaders(lambda slot: self._emit({"kind": messages.FREED, "slot": slot}))
+        self._holds = SlotReaders(lambda slot: self._emit({"kind": Kind.FREED, "slot": slot}))
         self._secondary: SecondaryTiers | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
         self._opened = self._finishing = self._stopped = False
-        self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
         self._attempts: AttemptRecord | None = None
-        self.rows: RowFile
+        self._parts = config.parity if config.ranks.leads else None
+        self._parity: Sequence[Future[None]] = ()
+        """The thread that makes it, if there has been one."""
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -115,7 +117,7 @@ class Persister:
         """
         config = self._config
         holder = config.holder or LeaseHolder.current()
-        policy = policy_of(config, self._notice)
+        policy = policy_of(config, self._report.warn)
         plain = open_storage(config.url, config.storage_options)
         if len(config.ranks.places) > 1 and plain.capabilities.rotate is not None:
             raise ConfigError(
@@ -123,7 +125,7 @@ class Persister:
                 hint="name a folder that all nodes see, or an object store, as the nearest tier",
             )
         self._lane = lane = StuckCallRunner(plain.url)
-        self.rows = RowFile(plain, self._emit_event)
+        self.rows = RowFile(plain, self._report.emit)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
         if not ranks.leads:
@@ -133,10 +135,10 @@ class Persister:
         if config.tiers:
             for tier in config.tiers:
                 require_served(tier.url, tier.storage_options)
-            self._make_secondary = lambda: SecondaryTiers(config, plain, holder, self._emit_event)
+            self._make_secondary = partial(SecondaryTiers, config, plain, holder, self._report.emit)
             # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
             secondary = self._make_secondary() if ranks.several else None
-        pause = waiting(plain, holder, config.lease_wait_seconds, self._emit_event)
+        pause = waiting(plain, holder, config.lease_wait_seconds, self._report.emit)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
             undo.callback(lease.release)
@@ -157,11 +159,11 @@ class Persister:
             if config.memory:
                 self.run = RunText.of(repository)
                 for newest in repository.ids()[-1:]:
-                    self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
+                    self._report.emit(SnapshotFound(newest.id, newest.step, config.url))
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
             self._attempts = AttemptRecord(
-                plain, holder, ranks.size, self._primary.check_lease, self._emit_event, self._spent
+                plain, holder, ranks.size, self._primary.check_lease, self._report.emit, self._spent
             )
             self._attempts.begin()
             if len(ranks.places) > 1 and not (ranks.rank or config.tiers):
@@ -169,7 +171,7 @@ class Persister:
                     f"{len(ranks.places)} nodes have {config.url} for themselves, each with its part of every "
                     "snapshot: a lost node takes all of them with it, unless there is a further tier that all nodes see"
                 )
-                self._emit_event(Notice("INFO", text))
+                self._report.emit(Notice("INFO", text))
             self._opened = True
             undo.pop_all()
 
@@ -186,11 +188,11 @@ class Persister:
         further = 0 if self._secondary is None else self._secondary.next_seq()
         self.first_seq = max(self.first_seq, further, ranks.first_seq or 0)
         in_flight = SessionSnapshots(ranks.session, self.first_seq if ranks.first_seq is None else ranks.first_seq)
-        found = recover(repository, in_flight)
+        found = part_records.recover(repository, in_flight)
         self.first_seq = max(self.first_seq, repository.next_seq())
         for snapshot, exists in found:
             what = "written by all ranks and is committed now" if exists else "not written by all ranks and is dropped"
-            self._notice(f"{snapshot} was {what}")
+            self._report.warn(f"{snapshot} was {what}")
         return in_flight
 
     def leave_alone(self) -> None:
@@ -206,7 +208,7 @@ class Persister:
         try:
             cancel() if self._config.ranks.leads else self._lane.call(cancel)
         except StorageStalledError as err:
-            self._notice(err.message)
+            self._report.warn(err.message)
 
     def _tier_at(
         self,
@@ -219,19 +221,32 @@ class Persister:
         reads = StuckCallRunner(self._lane.url)
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
         aside = GuardedReader(Repository(storage), reads, self._lane.progress)
-        emit, gone = self._emit_event, self._gone
-        return PrimaryTier(self._config, repository, lease, again, policy, aside, emit, gone, in_flight, self._alone)
+        return PrimaryTier(
+            self._config,
+            repository,
+            lease,
+            again,
+            policy,
+            aside,
+            self._report.emit,
+            self._gone,
+            in_flight,
+            self._alone,
+        )
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
         if self._held_back is not None:
             self._prune(self._held_back)
+        if self._opened and self.ending != GONE:  # else the next attempt must not wait for it
+            self._add_parity(self._config.end_wait_seconds)
+            wait(self._parity, self._config.end_wait_seconds)
         if self._opened and not self._lane.last(self._release):
             self._opened = False
             try:
                 self._lane.call(self._release)
             except StorageStalledError as err:
-                self._notice(f"the lease could not be given back: {err.message}")
+                self._report.warn(f"the lease could not be given back: {err.message}")
 
     def _release(self) -> None:
         with suppress(StorageError):  # not reached is not removed
@@ -239,14 +254,14 @@ class Persister:
             if alone and (gone := self._primary.removed()) is not None:
                 parsed, why = names.parse_id(gone), "it was removed after it had become durable"
                 step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
-                self._emit_event(SnapshotFailed(gone, step, self._config.url, code, why))
+                self._report.emit(SnapshotFailed(gone, step, self._config.url, code, why))
         if self._attempts is not None:
             self._attempts.end(self.ending)
         self.rows.end()
         try:
             self._primary.release()
         except (CkptError, OSError) as err:  # a tier that is unreachable does not receive it
-            self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
+            self._report.warn(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
 
     def drain(self) -> None:
         """After `close`: finish what further tiers still want, for at most `drain_seconds`.
@@ -276,13 +291,14 @@ class Persister:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
             self._primary_failed(err)
+        self._add_parity()
 
     def _begin_secondary(self) -> None:
         try:
             self._secondary = secondary = self._make_secondary()
         except StorageError as err:  # a library that is there, and cannot be imported
             for tier in self._config.tiers:
-                self._emit_event(TierDegraded(tier.url, err.code, str(err), tier.fatal))
+                self._report.emit(TierDegraded(tier.url, err.code, str(err), tier.fatal))
             self._ids.begin(self.first_seq)
             return
         if self._finishing:
@@ -323,17 +339,17 @@ class Persister:
             self._learn(order.job)
             event, is_primary = self._make_durable(order.staged(order.snapshot or ""))
         except SupersededError as err:
-            self._emit_event(Notice("INFO", err.message))
+            self._report.emit(Notice("INFO", err.message))
             settle(ErrorRecord.of(err))
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next one gets its own chance
             order.failed, why = True, ErrorRecord.of(err)
             place, hint = self._config.url, why.hint or ""
             failed = SnapshotFailed(order.snapshot or "", order.job.step, place, why.code, why.message, hint)
-            self._emit_event(failed)
+            self._report.emit(failed)
             settle(why)
         else:
             order.durable = True
-            self._emit_event(event)
+            self._report.emit(event)
             settle(None)
             if is_primary:
                 self._committed(event.snapshot)
@@ -356,7 +372,7 @@ class Persister:
         try:
             self._recovery.run(orders)
         except CkptError as err:
-            self._notice(f"what is in memory is not durable at {self._config.url} yet: {err.message}")
+            self._report.warn(f"what is in memory is not durable at {self._config.url} yet: {err.message}")
             return False
         return True
 
@@ -369,18 +385,18 @@ class Persister:
 
     def look(self) -> There:
         """Who has left which share at the nearest tier. Raises `CkptError`, like the three that follow."""
-        return self._lane.call(self._primary.shares)
+        return self._lane.call(lambda: part_records.there(self._primary.repository.storage))
 
     def exists(self, snapshot: str) -> bool:
         """Whether the snapshot of all ranks is committed there."""
-        return self._lane.call(partial(self._primary.has, snapshot))
+        return self._lane.call(lambda: any(info.id == snapshot for info in self._primary.repository.list()))
 
     def leave(self, order: StagedJob) -> None:
         """Make a share durable, and say so; only that again if it was left before."""
         staged = order.staged(order.snapshot or "")
         event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
         if not self._config.ranks.leads:
-            self._emit_event(event)
+            self._report.emit(event)
 
     def commit(self, order: StagedJob) -> bool:
         """All shares of a snapshot are there: make it exist; False: they make none."""
@@ -389,7 +405,7 @@ class Persister:
             return False
         order.durable = True
         if (event := self._primary.left.get(snapshot)) is not None:
-            self._emit_event(event)
+            self._report.emit(event)
             self._committed(snapshot)
         return True
 
@@ -399,15 +415,25 @@ class Persister:
             self._attempts.paced(job.pace)
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
-            if damaged:
-                work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._emit_event)
-                threading.Thread(target=work, name="ckpt-mend", daemon=True).start()
+        if damaged and (self._secondary is not None or self._parts is not None):
+            work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._report.emit)
+            ask_apart(work, "ckpt-mend")
+
+    def _add_parity(self, wait_seconds: float = 0.0) -> None:
+        """Begin to make the parity that data files lack; if that is under way still after so long, it goes on alone."""
+        if self._parts is None:
+            return
+        wait(self._parity, wait_seconds)
+        if all(one.done() for one in self._parity):
+            work = partial(complete_parity, self._config, self._parts, self._primary.check_lease, self._report.emit)
+            self._parity = [ask_apart(work, "ckpt-parity")]
 
     def _committed(self, snapshot: str) -> None:
-        self.rows.committed()
+        self.rows.committed.set()
         if self._secondary is not None:
             self._secondary.committed(snapshot)
         self._prune(snapshot)
+        self._add_parity()
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
         """Write the snapshot to the nearest tier, or to the next one that works; whether it was the nearest.
@@ -419,7 +445,7 @@ class Persister:
             return self._in_lane(self._lane, staged, partial(self._primary.write, staged)), True
         except Exception as err:
             if isinstance(err, StorageError):
-                self._primary.sweep_again()
+                self._primary.swept = False
             elsewhere = self._make_durable_elsewhere(staged, err)
             if elsewhere is None:
                 raise
@@ -446,23 +472,16 @@ class Persister:
 
     def _in_lane(self, lane: StuckCallRunner, staged: Staged, work: Callable[[], T]) -> T:
         """What `work` returns. While it runs, left behind or not, the trainer does not get back its slot."""
-        lane.refuse_if_stuck()
-        release = self._holds.take(staged.job.slot)
+
+        def read() -> T:
+            with self._holds.reading(staged.job.slot):
+                return work()
 
         def left(error: BaseException | None) -> None:
-            release()
             if error is not None and not isinstance(error, AbandonedError):
-                self._notice(f"what hung at {lane.url} has failed: {ErrorRecord.of(error).message}")
+                self._report.warn(f"what hung at {lane.url} has failed: {ErrorRecord.of(error).message}")
 
-        try:
-            found = lane.call(work, left=left)
-        except StorageStalledError:
-            raise  # `left` is called when it has ended
-        except BaseException:
-            release()
-            raise
-        release()
-        return found
+        return lane.call(read, left=left)
 
     def _prune(self, newest: str) -> None:
         """What follows a commit."""
@@ -477,29 +496,23 @@ class Persister:
         if self._secondary is not None:
             self._secondary.primary_failed(err)
         else:
-            self._notice(err.message)
-
-    def _emit_event(self, event: Event) -> None:
-        self._emit(channel.event(event))
+            self._report.warn(err.message)
 
     def _emit_done(self, order: StagedJob, error: ErrorRecord | None) -> None:
         job, snapshot = order.job, order.snapshot if error is None else None
 
         def tell(is_read: bool) -> None:
             done = {"job": job.job, "snapshot_id": snapshot, "error": error and asdict(error), "slot_held": is_read}
-            self._emit({"kind": messages.DONE, "done": done})
+            self._emit({"kind": Kind.DONE, "done": done})
 
         self._holds.settle(job.slot, tell)
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
         said = all(one.url in self._waited_for and one.why is None for one in unfinished)
         left = f"not everything is on {'; nor on '.join(one.text() for one in unfinished)}" if unfinished else ""
-        self._emit({"kind": messages.CLOSED, "left": left, "said": said, "copies": True})
+        self._emit({"kind": Kind.CLOSED, "left": left, "said": said, "copies": True})
 
     def _emit_copying(self, late: Sequence[Unfinished]) -> None:
         waits = f"the last copies to {' and '.join(one.amount() for one in late)}" if late else ""
         self._waited_for |= {one.url for one in late}
-        self._emit({"kind": messages.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})
-
-    def _notice(self, message: str) -> None:
-        self._emit_event(Notice("WARNING", message))
+        self._emit({"kind": Kind.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})

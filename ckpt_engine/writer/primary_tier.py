@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ckpt_engine.copy.add_parity import more_bytes
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage, where_permitted
@@ -33,6 +34,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.lease import acquire, read_holder, way_out_of_links
@@ -99,23 +101,21 @@ class PrimaryTier:
         alone: threading.Event,
     ) -> None:
         ranks = config.ranks
-        self._url = config.url
+        self._config = config
         self._tier = config.url
         """How it is called in events."""
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
-        self._has_limits = Retention.of(policy).limits != ByteLimits()
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
         self._device = device_of(folder.root) if (folder := repository.storage.capabilities.locks) else None
-        self._progress = aside.waiting
-        self._emit = emit
+        self._report = Reporter(emit)
         self._made_room = made_room
-        self._codec = config.codec
+        self._parity = config.parity if lease is not None else None
         self._aside = aside
-        self._drafts_fail = self._swept = self._warned = self._gives_way = False
-        self._ranks = ranks
+        self.swept = self._warned = False
+        """What earlier writers have left was removed; to be unset where the disk is full, or has failed."""
         self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}
         """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
@@ -137,19 +137,19 @@ class PrimaryTier:
         elif in_flight is not None:
             alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others anyway
             self._finish = Gathering(
-                ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds, self._notice
+                ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds, self._report.warn
             )
         self.settle_at(repository)
 
     def settle_at(self, repository: Repository) -> None:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
-        self._repository = repository
+        self.repository = repository
         self._run = None if self._lease is None else RunText.of(repository)
         self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
         days = Retention.of(self._policy).protect_days
         if self._lease is not None and days + repository.require_record().protect_days:
-            begin(repository, days, self._notice)
+            begin(repository, days, self._report.warn)
 
     def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> set[str]:
         """What is written next is of this line, refers to no damaged file, and all nodes have this snapshot: what is
@@ -158,18 +158,18 @@ class PrimaryTier:
         Returns:
             The damaged files that were not known to be so.
         """
-        unknown = set(damaged) - self._repository.damaged
+        unknown = set(damaged) - self.repository.damaged
         self._line = line
-        self._repository.damaged.update(damaged)
+        self.repository.damaged.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
         return unknown
 
     def _unsure(self) -> dict[str, str]:
         """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
-        if not self._ranks.places:
+        if not self._config.ranks.places:
             return {}
-        ids = self._repository.ids()
+        ids = self.repository.ids()
         self._lacked.intersection_update([one.id for one in ids])
         unsure = [one for one in ids if one.seq >= self._common_seq and one.id not in self._lacked]
         return {one.id: "nothing newer is known to be on all nodes" for one in unsure}
@@ -188,27 +188,26 @@ class PrimaryTier:
         if self._lease is not None:
             self._check_lease()
             self.sweep()
-            self._progress.moved()
+            self._aside.waiting.moved()
             if self.keeps_all:  # else it comes with retention
-                self._repository.write_catalog_if_due()
-        self._progress.check()
+                self.repository.write_catalog_if_due()
+        self._aside.waiting.check()
         not_undone = partial(self._not_undone, staged)
-        refused: StorageFullError | None = None  # full nevertheless: one more snapshot goes, and so on
         while True:
             contents = self._contents(staged)
-            gone = self._make_room(contents, full=refused is not None)
-            if refused is not None and not gone:
-                raise refused
+            self._make_room(contents)
             while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
                 contents = self._contents(staged)
                 self._make_room(contents)
             try:
-                event, stored, whole = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish)
+                event, stored, whole = write_snapshot(
+                    contents, self._tier, self._aside.waiting, not_undone, self._finish
+                )
                 break
-            except StorageFullError as err:
-                if self._finish.is_shared:  # the others have learned that this share failed
+            except StorageFullError:
+                # Of a share the others have learned that it failed. Else one more snapshot goes, and so on.
+                if self._finish.is_shared or not self._make_room(contents, full=True):
                     raise
-                refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
         self._written = staged.cut_layout.layout.groups, staged.job.marks, whole, stored
@@ -216,15 +215,7 @@ class PrimaryTier:
 
     def cancel(self, snapshot: str, why: str) -> None:
         """See `CommitStrategy.cancel`."""
-        self._finish.cancel(self._repository, snapshot, why)
-
-    def shares(self) -> dict[str, set[int]]:
-        """The ranks that have left a share, by snapshot. Raises `StorageError`."""
-        return part_records.there(self._repository.storage)
-
-    def has(self, snapshot: str) -> bool:
-        """Whether it is committed. Raises `StorageError`."""
-        return any(info.id == snapshot for info in self._repository.list())
+        self._finish.cancel(self.repository, snapshot, why)
 
     def leave(self, staged: Staged) -> SnapshotCommitted:
         """Make the share of this rank durable and say so; only that again where it was left before.
@@ -234,16 +225,18 @@ class PrimaryTier:
         Raises:
             CkptError: it is not.
         """
-        storage, snapshot = self._repository.storage, staged.snapshot
+        storage, snapshot = self.repository.storage, staged.snapshot
         share = self._shares.get(snapshot)
         if share is not None and not lacking(storage, share.files):
-            part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
+            part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._config.ranks))
             return self.left[snapshot]
-        plain = RawContents(staged, self._repository)
-        contents = plain if self._codec == RAW else encoded(staged, self._repository, self._codec, plan_alone)
+        plain = RawContents(staged, self.repository)
+        contents = (
+            plain if self._config.codec == RAW else encoded(staged, self.repository, self._config.codec, plan_alone)
+        )
         not_undone = partial(self._not_undone, staged)
-        finish = Contributing(self._ranks, says_failure=False)
-        event, share, _ = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
+        finish = Contributing(self._config.ranks, says_failure=False)
+        event, share, _ = write_snapshot(contents, self._tier, self._aside.waiting, not_undone, finish)
         self.left[snapshot], self._shares[snapshot] = event, share
         return event
 
@@ -254,16 +247,16 @@ class PrimaryTier:
             LeaseHeldError: the tier is not ours any more.
             CkptError: calling again continues.
         """
-        storage, members = self._repository.storage, self._ranks.members
+        storage, members = self.repository.storage, self._config.ranks.members
         try:
             whole = part_records.merge(list(part_records.read_all(storage, snapshot, members).values()))
             part_records.require_files(storage, [file for file in whole.files if snapshot not in file.name])
         except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
             return False
         self.check_lease()
-        self._progress.check()
-        self._repository.commit(whole)
-        if self._ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
+        self._aside.waiting.check()
+        self.repository.commit(whole)
+        if self._config.ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
             part_records.remove(storage, snapshot, members)
         elif self._session is not None:
             for one, ranks in part_records.there(storage).items():
@@ -275,38 +268,38 @@ class PrimaryTier:
         return True
 
     def _contents(self, staged: Staged) -> RawContents:
-        if self._codec != RAW:
+        if self._config.codec != RAW:
             make_plan = self._known.plan_share if self._finish.is_shared else None
-            return encoded(staged, self._repository, self._codec, make_plan)
-        return self._shared(staged) or RawContents(staged, self._repository)
+            return encoded(staged, self.repository, self._config.codec, make_plan)
+        return self._shared(staged) or RawContents(staged, self.repository)
 
     def _shared(self, staged: Staged) -> RawContents | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
         try:
             found = self._known.contents(staged)
         except StorageError as err:
-            if not self._drafts_fail:
-                self._notice(f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}")
-            self._drafts_fail = True
+            text = f"snapshots are written whole, older data at {self._config.url} cannot be read: {err.message}"
+            self._report.failed("older data", text)
             return None
-        self._drafts_fail = False
+        self._report.worked("older data")
         return found
 
     def _make_room(self, contents: RawContents, *, full: bool = False) -> bool:
         """Whether something has gone; `full`: as of `make_room`."""
         if self._lease is None:
             return False
-        repository, nbytes = self._repository, contents.new_bytes
+        repository, nbytes = self.repository, contents.new_bytes
         if self._finish.is_shared:  # shares are equal, and what others spare is not known
-            nbytes = contents.staged.nbytes * len(self._ranks.members)
+            nbytes = contents.staged.nbytes * len(self._config.ranks.members)
+        nbytes += more_bytes(self._parity, nbytes)
         if not self._warned:
             self._warned = True
             if (short := shortage(repository, self._policy, nbytes)) is not None:
-                self._notice(f"{repository.storage.url}: {short}")
+                self._report.warn(f"{repository.storage.url}: {short}")
         free_bytes = repository.storage.capabilities.free_bytes()
         # So much beside the data is more than any manifest takes.
         plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
-        if plenty and not self._has_limits:
+        if plenty and Retention.of(self._policy).limits == ByteLimits():
             return False
         coming = contents.manifest()
         room = make_room(
@@ -324,44 +317,42 @@ class PrimaryTier:
         if room is None:
             return False
         self._made_room(room.plan.remove)
-        for event in room.events(self._url):
-            self._emit(event)
-        if room.plan.gave_way and not self._gives_way:
-            self._gives_way = True
-            self._notice(
-                f"{self._url} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
-                "fewer. Pinned ones stay"
+        self._report.emit_all(room.events(self._config.url))
+        if room.plan.gave_way:
+            self._report.failed(
+                "keep",
+                f"{self._tier} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
+                "fewer. Pinned ones stay",
             )
         return bool(room.forgotten)
 
     def sweep(self) -> None:
-        """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
-        if self._swept or self._lease is None:
+        """Remove what writers that died have left behind; once. Never raises."""
+        if self.swept or self._lease is None:
             return
-        self._swept = True
+        self.swept = True
         try:
-            with where_permitted(self._repository, self._notice):
-                for event in collect(self._repository, self._lease, in_flight=self._finish.in_flight).events(self._url):
-                    self._emit(event)
+            with where_permitted(self.repository, self._report.warn):
+                collected = collect(self.repository, self._lease, in_flight=self._finish.in_flight)
+                self._report.emit_all(collected.events(self._config.url))
         except AbandonedError:
-            self._swept = False
+            self.swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
-            self._notice(f"cannot remove what earlier writers left behind: {err}")
-
-    def sweep_again(self) -> None:
-        """The disk is full, or has failed: garbage goes before the next snapshot."""
-        self._swept = False
+            self._report.warn(f"cannot remove what earlier writers left behind: {err}")
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
         """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
         self._look_back()
+        if self._parity is not None:
+            with suppress(StorageError, AbandonedError):  # the next one makes up for it
+                self.repository.copy_manifests()
         if self.keeps_all:
             return
         assert self._lease is not None
         try:
-            with suppress(AbandonedError), where_permitted(self._repository, self._notice):
-                for event in prune(
-                    self._repository,
+            with suppress(AbandonedError), where_permitted(self.repository, self._report.warn):
+                pruned = prune(
+                    self.repository,
                     self._lease,
                     self._policy,
                     line=self._line,
@@ -369,11 +360,11 @@ class PrimaryTier:
                     verified=(newest,),
                     in_flight=self._finish.in_flight,
                     tidy=self._finish.is_shared,  # others leave what this writer does not know of
-                ).events(self._url):
-                    self._emit(event)
+                )
+                self._report.emit_all(pruned.events(self._config.url))
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
-            self._swept = False
-            self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
+            self.swept = False
+            self._report.warn(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
 
     def _look_back(self) -> None:
         """Report what is stale in the newest snapshot, and a piece that is not as it was written; once."""
@@ -381,11 +372,11 @@ class PrimaryTier:
         if written is None:
             return
         groups, marks, whole, stored = written
-        for event in self._freshness.compare(groups, marks, whole) if self._lease is not None else ():
-            self._emit(event)  # of the share of a rank nothing can be said
+        if self._lease is not None:  # of the share of a rank nothing can be said
+            self._report.emit_all(self._freshness.compare(groups, marks, whole))
         with suppress(StorageError, AbandonedError):  # the next snapshot reports a tier that does not answer
-            if (damage := read_back(self._repository, self._url, stored, self._known.read)) is not None:
-                self._emit(damage)
+            if (damage := read_back(self.repository, self._config.url, stored, self._known.read)) is not None:
+                self._report.emit(damage)
 
     def removed(self) -> str | None:
         """The newest snapshot that this writer has made durable, if somebody has removed it; None: it exists.
@@ -395,7 +386,7 @@ class PrimaryTier:
         """
         for snapshot in self._whole:
             try:
-                self._repository.storage.get(names.manifest_name(snapshot))
+                self.repository.storage.get(names.manifest_name(snapshot))
             except StorageMissingError:
                 return snapshot
         return None
@@ -417,30 +408,31 @@ class PrimaryTier:
             StorageMissingError: its disk is not mounted any more.
         """
         assert self._lease is not None
-        self._progress.moved(LEASE_SECONDS)
+        self._aside.waiting.moved(LEASE_SECONDS)
         try:
             self._lease.check()
         except LeaseHeldError:
             if self._run is None or self._acquire is None:
                 raise
-            storage = self._repository.storage
+            storage = self.repository.storage
             self._let_go()
-            self._progress.moved(LEASE_SECONDS)
+            self._aside.waiting.moved(LEASE_SECONDS)
             removed, folder = Repository(storage).record() is None, storage.capabilities.locks
             if removed and folder is not None and device_of(folder.root) != self._device:
                 raise StorageMissingError(
-                    f"the disk of {self._url} is gone, and the folder would be made on another one",
+                    f"the disk of {self._config.url} is gone, and the folder would be made on another one",
                     hint="mount the disk again: the next snapshot goes there",
                 ) from None
             self._lease = self._acquire()
             with on_failure(self._let_go):  # kept, it would look as if all of this were done
                 self.settle_at(adopt_run(self._run, storage))
             if removed:
-                self._notice(
-                    f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
+                self._report.warn(
+                    f"{self._tier} was removed while it was written: it is made again, and the snapshots it had are "
+                    "gone"
                 )
             else:
-                self._notice(f"{self._url} was replaced while it was written: snapshots go to what is there now")
+                self._report.warn(f"{self._tier} was replaced while it was written: snapshots go to what is there now")
 
     def _let_go(self) -> None:
         """Give back a lease that is lost, or of no use: whatever comes of it."""
@@ -448,11 +440,8 @@ class PrimaryTier:
             self.release()
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
-        self._swept = False
-        self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
-
-    def _notice(self, message: str) -> None:
-        self._emit(Notice("WARNING", message))
+        self.swept = False
+        self._report.warn(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
 
 
 def waiting(

@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -50,7 +51,7 @@ class SpentTimes:
 
 
 class HeartbeatPage:
-    """The trainer's end: `fd` is what `WriterClient.attach_pulse` takes.
+    """The trainer's end: `fd`, which is closed with it, is what `WriterClient.attach_pulse` takes.
 
     Raises:
         StateError: the system refuses the memory.
@@ -58,6 +59,7 @@ class HeartbeatPage:
 
     def __init__(self) -> None:
         self.fd, self._page = shared_memory("ckpt-pulse", mmap.PAGESIZE)
+        weakref.finalize(self, os.close, self.fd).atexit = False
         self._step, self._moment = self._page[:8].cast("q"), self._page[8:16].cast("d")
         self._count, self._spends_at = 0, -math.inf
         self.beat(-1)
@@ -81,15 +83,6 @@ class HeartbeatPage:
         proof = b"" if times.replay is None else times.replay.text().encode()
         about = (times.started, times.step, times.resumed_at if times.step >= 0 else -1)
         _SPENT.pack_into(self._page, _SPENT_OFFSET, self._count, *about, *values, proof, self._count)
-
-    def close(self) -> None:
-        """Give the page back; who has the descriptor keeps it. Idempotent."""
-        if self.fd >= 0:
-            self._step.release()
-            self._moment.release()
-            self._page.release()
-            os.close(self.fd)
-            self.fd = -1
 
 
 def read_pulse(fd: int) -> Heartbeat | None:

@@ -119,7 +119,7 @@ NEXT: Mapping[TierState, frozenset[TierState]] = {
 """The states that may follow each."""
 
 
-class Replicator:
+class Replicator(threading.Thread):
     """Works on one tier until it is stopped. All methods may be called from any thread and return at once.
 
     What it asks of storages runs on another thread, which it watches: a tier that hangs counts as failed, and is waited
@@ -137,6 +137,7 @@ class Replicator:
         emit: Callable[[Event], object],
         changed: Callable[[], object],
     ) -> None:
+        super().__init__(name="ckpt-replicate", daemon=True)
         self.tier = tier
         self._gate = gate
         self._emit = emit
@@ -152,11 +153,6 @@ class Replicator:
         """Nothing was wanted when it was looked at last, and nothing new has come since."""
         self.settled = False
         """Since `finish`: nothing is wanted, or an attempt has failed."""
-        self._thread = threading.Thread(target=self._run, name="ckpt-replicate", daemon=True)
-
-    def start(self) -> None:
-        """Start, at once with whatever nearer tiers have."""
-        self._thread.start()
 
     def wake(self) -> None:
         """A nearer tier has something new."""
@@ -186,11 +182,6 @@ class Replicator:
         copying = self.tier.copying
         if copying is not None and copying.id in snapshots:
             self._gate.drop()
-
-    def join(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for the end of the thread; whether it has ended."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     @property
     def ended(self) -> bool:
@@ -249,7 +240,8 @@ class Replicator:
         why = silent if error is None else f"[{error.code}] {error.message}"
         return Unfinished(self.tier.url, lacks, why, sum(info.nbytes for info in waiting))
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """The thread: begins at once with whatever nearer tiers have."""
         try:
             while not self._gate.is_stopped:
                 self._sleep(self._turn())

@@ -11,7 +11,8 @@ from typing import Any
 
 from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.observe.events import Event
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store import rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import closing_fd, translating
@@ -31,12 +32,11 @@ class RowFile:
     """
 
     def __init__(self, storage: Storage, emit: Callable[[Event], object]) -> None:
-        self._storage, self._emit = storage, emit
-        self._ring: rows.Ring
+        self._storage, self._report = storage, Reporter(emit)
         self._name, self._header = "", b""
         self._written = 0
-        self._over, self._committed = threading.Event(), threading.Event()
-        self._said = False
+        self._over, self.committed = threading.Event(), threading.Event()
+        """The trainer records no more; a snapshot has become durable here since rows were written."""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ckpt-rows", daemon=True)
 
@@ -51,10 +51,6 @@ class RowFile:
             self._name, self._header = body["name"], rows.header(body["about"])
         if not self._thread.is_alive():
             self._thread.start()
-
-    def committed(self) -> None:
-        """A snapshot is durable here."""
-        self._committed.set()
 
     def end(self, *, waits: bool = True) -> None:
         """The trainer records no more: what is not written yet is written. Idempotent.
@@ -82,13 +78,11 @@ class RowFile:
                 folder = self._storage.capabilities.folder
                 if folder is not None:
                     self._append(folder.path(self._name))
-                elif last or self._committed.is_set():
+                elif last or self.committed.is_set():
                     self._put()
             except CkptError as err:
-                if not self._said:
-                    self._said = True
-                    text = f"the steps are not recorded, a resume cannot be proved: {err.message}"
-                    self._emit(Notice("WARNING", text))
+                text = f"the steps are not recorded, a resume cannot be proved: {err.message}"
+                self._report.failed("rows", text)
 
     def _append(self, path: str) -> None:
         new = list(self._ring.after(self._written))
@@ -115,7 +109,7 @@ class RowFile:
         os.pwrite(fd, newest, rows.ROW_BYTES)
 
     def _put(self) -> None:
-        self._committed.clear()
+        self.committed.clear()
         newest = list(self._ring.after(self._written))
         self._written += max(0, len(newest) - rows.PUT_ROWS)
         if newest:

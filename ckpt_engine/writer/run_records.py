@@ -16,11 +16,11 @@ from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import CkptError, StorageStalledError
 from ckpt_engine.observe.events import (
     Event,
-    Notice,
     TierDegraded,
     TierRecovered,
 )
 from ckpt_engine.observe.number_types import Seconds, Size
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.units import count, first, size
 from ckpt_engine.store import names
 from ckpt_engine.store.lease_holder import LeaseHolder
@@ -175,9 +175,9 @@ class StatusWriter:
         self._folder = nearest.capabilities.locks
         self._holder = holder
         self._now = now
-        self._emit = emit
+        self._report = Reporter(emit)
         self._changed = threading.Condition()
-        self._news = self._ending = self._failed = False
+        self._news = self._ending = False
         self._thread: threading.Thread | None = None
 
     def note(self) -> None:
@@ -212,11 +212,9 @@ class StatusWriter:
         holder = self._holder
         try:
             write_status(self._nearest, WriterStatus(holder.pid, holder.host, time.time(), ended, tuple(self._now())))
-            self._failed = False
+            self._report.worked("status")
         except CkptError as err:
-            if not self._failed:
-                self._failed = True
-                self._emit(Notice("WARNING", f"the status for `ckpt status` cannot be written: {err.message}"))
+            self._report.failed("status", f"the status for `ckpt status` cannot be written: {err.message}")
 
 
 def read_status(storage: Storage) -> WriterStatus | None:

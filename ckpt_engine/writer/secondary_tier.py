@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from ckpt_engine.copy.add_parity import add_parity, more_bytes
 from ckpt_engine.copy.codec_selector import AUTO, CodecSelector, EncodeStats
 from ckpt_engine.copy.encoded_copy import encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
@@ -38,7 +39,8 @@ from ckpt_engine.errors import (
     StorageStalledError,
     WaitTimeoutError,
 )
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated
+from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotReplicated
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.store import names
 from ckpt_engine.store.branches import branch_id
 from ckpt_engine.store.lease import acquire
@@ -128,14 +130,14 @@ class SecondaryTier:
         self.places = places
         self._holder = holder
         self._nearer = nearer
-        self._emit = emit
+        self._report = Reporter(emit)
         self._gather = gather
         self.next_look_seconds: float | None = None
         """When to look again although nothing has happened here; None: that is of no use."""
         self._direct = Repository(places.direct)
         self._policy = policy_from(config.keep)
         self.encoding = CodecSelector(config.codec)
-        self._rhythm = CopySchedule(config.every_seconds, config.every_n_steps, self._policy)
+        self.schedule = CopySchedule(config.every_seconds, config.every_n_steps, self._policy)
         self._held: tuple[Repository, Lease] | None = None
         self._damaged: set[tuple[str, str]] = set()
         self._unpruned = self._said = self._swept = False
@@ -147,10 +149,6 @@ class SecondaryTier:
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
         self.waiting: tuple[SnapshotInfo, ...] = ()
-
-    def keep_pace(self, seconds: float | None) -> None:
-        """The trainer's cadence wants copies so far apart, see `CopySchedule.paced`; None: it does not know."""
-        self._rhythm = self._rhythm.paced(seconds)
 
     @property
     def is_open(self) -> bool:
@@ -165,9 +163,13 @@ class SecondaryTier:
             CopySourceError: no nearer tier can be read now.
         """
         more = self._copy_newest()
+        if self.config.parity is not None and self._held is not None:
+            repository, lease = self._held
+            repository.copy_manifests()
+            add_parity(repository, self.config.parity, lease.check, self._scratch(), self.copies.progress.moved)
         if not self._swept and self._held is not None:
             self._swept = True
-            with where_permitted(self._held[0], self._say):
+            with where_permitted(self._held[0], self._report.warn):
                 self._tell(collect(*self._held, in_flight=[info.id for info in self.waiting]))
         return more
 
@@ -253,7 +255,7 @@ class SecondaryTier:
             try:
                 held[1].release()
             except (CkptError, OSError) as err:
-                self._say(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
+                self._report.warn(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
 
     def _say_what_stays(self, only_here: Sequence[SnapshotInfo]) -> None:
         """Once: what other jobs have made here. Of what nearer tiers have too the trainer says it."""
@@ -270,7 +272,7 @@ class SecondaryTier:
         if others:
             remove = f"`ckpt prune {self.url} --branch {branch_id(others[-1].line)}`"
             many = f"{len(others):,} snapshots of another job, up to step {others[-1].step:,}"
-            self._say(f"{self.url} has {many}: they stay until {remove} removes them")
+            self._report.warn(f"{self.url} has {many}: they stay until {remove} removes them")
 
     def _of_line(self, infos: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
         """Those of the trainer's line, once that is known: what others have there is no reason to copy less."""
@@ -278,7 +280,7 @@ class SecondaryTier:
 
     def _wanted(self, near: Sequence[SnapshotInfo], there: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
         """What is to be copied, newest first."""
-        return self._rhythm.wanted(self._of_line(near), self._of_line(there))
+        return self.schedule.wanted(self._of_line(near), self._of_line(there))
 
     def _near(self) -> dict[str, CopySource]:
         """All snapshots that a nearer tier has, each from the nearest that can be read."""
@@ -313,11 +315,11 @@ class SecondaryTier:
             lease = acquire(self.places.plain, self._holder)
             with on_failure(lease.release):
                 repository = adopt_run(self.run, self.places.copies)
-                begin(repository, Retention.of(self._policy).protect_days, self._say)
+                begin(repository, Retention.of(self._policy).protect_days, self._report.warn)
                 completed = self._gather.begin(repository) if self._gather is not None else ()
             self._held = repository, lease
             for snapshot in completed:
-                self._say(f"all nodes had copied {snapshot} to {self.url}, and it is committed there now")
+                self._report.warn(f"all nodes had copied {snapshot} to {self.url}, and it is committed there now")
         return self._held
 
     def _copy(self, found: CopySource, repository: Repository, lease: Lease, there: Sequence[SnapshotInfo]) -> None:
@@ -331,12 +333,12 @@ class SecondaryTier:
             return
         except (SnapshotSkippedError, SnapshotFailedError) as err:
             self._done.add(info.id)  # a node does not have it, and never will
-            self._say(f"{info.id} is not copied to {self.url}: {err.message}")
+            self._report.warn(f"{info.id} is not copied to {self.url}: {err.message}")
             return
         self._done.add(info.id)
         self.sent_bytes += copied.sent_bytes
         self.newest = max((*there, info), key=lambda one: (one.seq, one.id))
-        self._emit(
+        self._report.emit(
             SnapshotReplicated(
                 snapshot=info.id,
                 step=info.step,
@@ -377,7 +379,9 @@ class SecondaryTier:
             raise err
         url = found.source.storage.url
         self._damaged.add((url, found.info.id))
-        self._say(f"snapshot {found.info.id} is damaged at {url} and is not copied from there: {err.error.message}")
+        self._report.warn(
+            f"snapshot {found.info.id} is damaged at {url} and is not copied from there: {err.error.message}"
+        )
 
     def _make_room(self, found: CopySource, repository: Repository, lease: Lease, there: Sequence[str]) -> None:
         """Nothing that is there goes for something older."""
@@ -410,6 +414,7 @@ class SecondaryTier:
         nbytes = sum(file.nbytes for file in manifest.files if file.name not in here) + len(text)
         if manifest.info.partial is not None:  # shares are equal, and what others have there is not known
             nbytes = nbytes * manifest.info.partial.size // len(manifest.info.partial.ranks)
+        nbytes += more_bytes(self.config.parity, nbytes)
         return nbytes if self.encoding.is_plain else max(nbytes, plan(manifest, repository).most_bytes(text))
 
     def _prune(self, repository: Repository, lease: Lease, newest: str) -> None:
@@ -422,12 +427,12 @@ class SecondaryTier:
             return
         keeping = [info.id for info in self.waiting]
         try:
-            with self._guarded(), where_permitted(repository, self._say):
+            with self._guarded(), where_permitted(repository, self._report.warn):
                 self._tell(
                     prune(repository, lease, self._policy, line=self.line, verified=(newest,), in_flight=keeping)
                 )
         except CkptError as err:
-            self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
+            self._report.warn(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
         self._unpruned = False
 
     @contextmanager
@@ -445,11 +450,7 @@ class SecondaryTier:
         return next((path for one in self._nearer if one.usable() and (path := scratch_of(one.storage))), None)
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
-        self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
+        self._report.warn(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
 
     def _tell(self, done: Pruned | Collected | None) -> None:
-        for event in done.events(self.url) if done is not None else ():
-            self._emit(event)
-
-    def _say(self, message: str) -> None:
-        self._emit(Notice("WARNING", message))
+        self._report.emit_all(done.events(self.url) if done is not None else ())

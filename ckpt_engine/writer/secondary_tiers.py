@@ -235,7 +235,7 @@ class SecondaryTiers:
         for replicator in self._replicators:
             replicator.tier.line = line
             replicator.tier.damaged = damaged
-            replicator.tier.keep_pace(seconds)
+            replicator.tier.schedule = replicator.tier.schedule.paced(seconds)
 
     def committed(self, snapshot: str) -> None:
         """The nearest tier has a new snapshot."""

@@ -9,7 +9,6 @@ the first one knows that alone: the others look whether it was committed, and en
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -23,13 +22,12 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, Notice
-from ckpt_engine.writer import channel, messages, unix_sockets
+from ckpt_engine.writer import channel, unix_sockets
 from ckpt_engine.writer.channel import Channel, Received, pidfd_of, readable
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 
 if TYPE_CHECKING:
-    from ckpt_engine.copy.job import WriterConfig
-    from ckpt_engine.writer.control import Control, ControlHandlers
+    from ckpt_engine.writer.control import Control
     from ckpt_engine.writer.job_queue import JobQueue
 
 START_SECONDS = 60.0
@@ -77,8 +75,6 @@ class Serving:
         self._peer = PeerWatch(sock)
         self._channel = Channel(sock)
         self._queue: JobQueue | None = None
-        self._handlers: ControlHandlers
-        self._config: WriterConfig
         self._control: Control | None = None
         self._closing = self._left = False
         self._stopped = False
@@ -94,7 +90,7 @@ class Serving:
             # One that lives and has hung up tells nothing of its memory any more.
             self._read_all = self._left or self._peer.ended()
         except WriterError as err:
-            _complain(str(err))
+            print(err, file=sys.stderr, flush=True)  # noqa: T201 - the trainer shows it
             self._status = EXIT_BROKEN
         self._attending = False
         while self._behind:
@@ -142,13 +138,13 @@ class Serving:
 
     def _take(self, item: Received) -> None:
         kind = item.body.get("kind")
-        if kind == messages.START:
+        if kind == Kind.START:
             self._begin(item.body)
         elif self._queue is None:
-            raise WriterError(f"the trainer sent {kind!r} before {messages.START!r}")
-        elif kind == messages.LEAVE and self._queue.opened and self._queue.may_lose:
+            raise WriterError(f"the trainer sent {kind!r} before {Kind.START.value!r}")
+        elif kind == Kind.LEAVE and self._queue.opened and self._queue.may_lose:
             self._leave(self._queue, item.body)
-        elif kind in (messages.CLOSE, messages.LEAVE):
+        elif kind in (Kind.CLOSE, Kind.LEAVE):
             self._closing = True
             self._queue.finish(failed=item.body["failed"], why=item.body["why"])
         else:
@@ -204,7 +200,7 @@ class Serving:
 
     def _forward(self, what: str, who: str) -> bool:
         # A trainer that takes nothing in is not sent more and more.
-        return not self._channel.backlog and self._channel.send({"kind": messages.REQUEST, "what": what, "who": who})
+        return not self._channel.backlog and self._channel.send({"kind": Kind.REQUEST, "what": what, "who": who})
 
     def _take_leave(self) -> None:
         if self._control is not None:
@@ -214,14 +210,13 @@ class Serving:
     def _queue_ended(self, broken: str | None) -> None:
         if broken:
             self._status = EXIT_BROKEN
-            _complain(broken)
+            print(broken, file=sys.stderr, flush=True)  # noqa: T201 - the trainer shows it
         self._channel.wake()
 
     def _drain(self, queue: JobQueue) -> int:
         """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to what would be lost."""
         if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
-        _silence()
         if not (self._closing or self._left):  # one is left alone below, the other was done when the trainer said so
             if self._peer.fd is None or self._peer.ended(_END_SECONDS):
                 queue.abandon(GONE)
@@ -234,8 +229,9 @@ class Serving:
         self._heed_termination(queue)
         began = time.monotonic()
         deadline = began + self._config.drain_seconds
-        while not queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
+        while queue.is_alive():
+            queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+            if queue.is_alive() and time.monotonic() >= deadline:
                 return EXIT_DEADLINE
             if self._closing and (self._peer.ended() or time.monotonic() >= began + _CLOSED_SECONDS):
                 queue.leave_alone()
@@ -283,16 +279,3 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # heeded when the trainer is gone
     signal.signal(signal.SIGTERM, lambda number, _: _early.append(number))  # the threads of hooks do not block it
     return Serving(socket.socket(fileno=int(arguments[0]))).run()
-
-
-def _complain(text: str) -> None:
-    """Say something on stderr, which the trainer shows if this process breaks down."""
-    with contextlib.suppress(OSError):  # the trainer is gone, and with it the reader of this
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _silence() -> None:
-    """Let go of the pipe to the trainer: a fork of it may hold the other end without ever reading."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.frequency.rig import IrregularJob
 DAYS = 5
 SECONDS = DAYS * 86400.0
 WITHIN = 0.002
+SEEDS = range(6)
 RESTART = Restart({PROCESS: 25.0, MACHINE: 400.0, SITE: 400.0}, startup=90.0, restore=40.0)
 JOBS: dict[str, tuple[float, dict[str, Any]]] = {
     "calm": (11000.0, {"step_seconds": 20.0, "stall": 0.3, "persist": 20.0}),
@@ -35,16 +37,25 @@ JOBS: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 
-def useful_shares(name: str, folder: Path) -> tuple[float, float, float]:
+def errors(name: str, folder: Path) -> list[float]:
+    """By how much the record and the plan of a job miss its true share of useful work, each: the mean of several jobs.
+
+    Chance alone gives one job with jitter a standard deviation of 0.001.
+    """
+    found = [useful_shares(name, folder / f"{seed}", seed) for seed in SEEDS]
+    return [fmean(one[said] - one[0] for one in found) for said in (1, 2)]
+
+
+def useful_shares(name: str, folder: Path, seed: int) -> tuple[float, float, float]:
     """The share of useful work of a job: in truth, by its record, and as planned for the same failures."""
     mtbf, training = JOBS[name]
-    drawn = poisson(mtbf, random.Random(7), {PROCESS: 0.75, MACHINE: 0.25})
+    drawn = poisson(mtbf, random.Random(seed), {PROCESS: 0.75, MACHINE: 0.25})
     gaps, kinds = zip(*itertools.islice(drawn, 9 + int(2 * SECONDS / mtbf)), strict=True)
     trace = list(zip(itertools.accumulate(gaps), kinds, strict=True))
     memory = MemoryRhythm() if name == "memory" else None
     training = {"settings": FrequencySettings(memory=memory, slots=2 if memory else 1), **training}
-    job = IrregularJob(observed(trace), SECONDS, RESTART, training).run()
-    (run := folder / "run").mkdir()
+    job = IrregularJob(observed(trace), SECONDS, RESTART, training, seed=seed).run()
+    (run := folder / "run").mkdir(parents=True)
     (run / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(tuple(job.rows))))
     (folder / "ckpt.yaml").write_text(f"tiers: [{'memory, ' if memory else ''}{run}]")
     (folder / "failures.txt").write_text("\n".join(f"{at} {kind}" for at, kind in trace))
@@ -61,7 +72,5 @@ def _answer(*arguments: str) -> Any:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_both_are_within_two_thousandths(name: str, tmp_path: Path) -> None:
-    """What the record and the plan say differs from the true share of useful work by 0.002 at most."""
-    truth, recorded, planned = useful_shares(name, tmp_path)
-    assert recorded == pytest.approx(truth, abs=WITHIN)
-    assert planned == pytest.approx(truth, abs=WITHIN)
+    """What the record and the plan say differs from the true share of useful work by 0.002 at most, on average."""
+    assert max(map(abs, errors(name, tmp_path))) <= WITHIN

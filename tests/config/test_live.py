@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,26 +143,23 @@ def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> None:
 def test_an_edit_that_comes_while_another_one_is_taken_is_not_lost(tmp_path: Path) -> None:
     """An edit that is found while `take` returns the one before is returned by this call or the next one."""
 
-    class Slow(LiveFile):
-        meanwhile: Config | None = None
+    first, newest = load_config("/data/run1", overhead=0.02), load_config("/data/run1", overhead=0.03)
 
-        @property
-        def _found(self) -> Any:
-            found = self.__dict__.get("there")
+    class Slow(deque[Config | str]):
+        meanwhile: Config | None = newest
+
+        def pop(self) -> Config | str:  # type: ignore[override]
+            found = super().pop()
             if self.meanwhile is not None:
-                self.__dict__["there"], self.meanwhile = self.meanwhile, None
+                self.append(self.meanwhile)
+                self.meanwhile = None
             return found
-
-        @_found.setter
-        def _found(self, value: Any) -> None:
-            self.__dict__["there"] = value
 
     path = tmp_path / "ckpt.yaml"
     path.write_text("tiers: /data/run1\n")
-    file = Slow(path, {})
-    file._found, newest = load_config("/data/run1", overhead=0.02), load_config("/data/run1", overhead=0.03)
-    file.meanwhile = newest
-    assert newest in (file.take(), file.take())
+    file = LiveFile(path, {})
+    file._found = Slow([first], maxlen=1)
+    assert (file.take(), file.take(), file.take()) == (first, newest, None)
 
 
 @pytest.mark.parametrize("source", [None, "/data/run1", {"tiers": "/data/run1"}, "s3://bucket/run.yaml", "gone.yaml"])

@@ -30,6 +30,7 @@ SECTIONS = {
     config.LogOptions: reporting.Log,
     config.OnOptions: reporting.EventCalls,
     config.RollbackOptions: sections.Rollback,
+    config.ResumeOptions: sections.ResumeChanges,
     config.SealOptions: sections.Seal,
 }
 

@@ -12,9 +12,8 @@ import pytest
 from ckpt_engine.copy.job import WriterConfig, to_json
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer import messages
 from ckpt_engine.writer.memory_snapshots import Ids, MessageDecoder
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.persister import Persister
 from tests.crash.explorer import Explorer
 from tests.crash.life import check
@@ -59,15 +58,12 @@ class _Session:
         writer.open()
         intake.take(*self._stage.message())
         for step in steps:
-            order = intake.take({"kind": messages.PERSIST, "job": to_json(self._stage.job(step))})
+            order = intake.take({"kind": Kind.PERSIST, "job": to_json(self._stage.job(step))})
             assert order is not None
-            try:
-                writer.persist(order)
-            finally:
-                order.release()
+            writer.persist(order)
 
     def _hear(self, body: Body) -> None:
-        if body["kind"] != messages.DONE:
+        if body["kind"] != Kind.DONE:
             return
         done = body["done"]
         if done["error"]:

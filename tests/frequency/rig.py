@@ -244,14 +244,22 @@ def _at(amount: Amount, elapsed: float) -> float:
 
 @dataclass
 class IrregularJob(SimulatedJob):
-    """A job whose lives are irregular."""
+    """A job whose lives are irregular, each by chance of its own.
+
+    Args:
+        seed: of this job's chance; failures have their own.
+    """
+
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.lives: list[IrregularTraining] = []
 
     def _begin(self, **how: Any) -> Training:
-        self.lives.append(IrregularTraining(**{"certain": False, **self.training}, **how))
+        self.lives.append(
+            IrregularTraining(**{"certain": False, "seed": 1000 * self.seed + len(self.lives), **self.training}, **how)
+        )
         return self.lives[-1]
 
     @property

@@ -70,14 +70,14 @@ def test_the_fence_is_part_of_the_stall() -> None:
 
 
 def test_a_commit_reported_before_the_boundary_still_counts_its_step_as_disturbed() -> None:
-    """The step in which the persist ended was slowed down too."""
+    """The step in which the persist ended was slowed down too, for as long as it was on its way."""
     rig = Rig(overhead=0.05, mtbf_seconds=60.0)
     rig.go(100)
     rig.take(stall=0.0)
-    rig.cadence.committed(7, 0.5, 10**9)
-    rig.go(seconds=2.0)
+    rig.cadence.committed(rig.step, 1.5, 10**9)
+    rig.go(seconds=1.5)
     assert rig.cadence.decision is not None
-    assert rig.cadence.decision.costs.slowdown_seconds == pytest.approx(1.0)
+    assert rig.cadence.decision.costs.slowdown_seconds == pytest.approx(0.5)
 
 
 def test_debt_of_an_expensive_snapshot_is_paid_back() -> None:

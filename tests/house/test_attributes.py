@@ -18,11 +18,10 @@ FILES = [
 FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {
-    "ProcessWriter": 9,
+    "ProcessWriter": 8,
     "Feed": 6,
     "JobQueue": 6,
     "Pipeline": 6,
-    "PrimaryTier": 6,
     "ThreadWriter": 6,
     "WriterClient": 6,
     "FitRun": 4,
@@ -30,7 +29,6 @@ FLAGS = {
     "Serving": 5,
     "Epoch": 4,
     "NodeMemberTier": 4,
-    "Persister": 4,
     "SecondaryTiers": 4,
     "Tenure": 4,
     "_RecordingIterator": 4,
@@ -39,21 +37,21 @@ FLAGS = {
 NAMES = {
     "SharedCadence": 49,
     "Cadence": 39,
-    "Feed": 38,
-    "AcceleratedLoop": 36,
+    "Feed": 33,
+    "AcceleratedLoop": 35,
     "Tracker": 32,
-    "NodeMemberTier": 32,
-    "PrimaryTier": 31,
-    "ProcessWriter": 30,
-    "Pipeline": 27,
+    "NodeMemberTier": 31,
+    "PrimaryTier": 25,
+    "ProcessWriter": 29,
+    "Pipeline": 26,
     "PreemptionWatch": 28,
-    "SecondaryTier": 28,
-    "FitRun": 25,
+    "SecondaryTier": 27,
+    "FitRun": 23,
     "Training": 27,
     "Epoch": 25,
     "FitResume": 25,
-    "JobQueue": 24,
-    "Peers": 24,
+    "JobQueue": 23,
+    "Peers": 20,
     "FlightRecorder": 23,
     "ThreadWriter": 23,
     "Persister": 22,
@@ -66,12 +64,10 @@ NAMES = {
     "Together": 19,
     "_Drawer": 19,
     "Loops": 17,
-    "TrainerEvents": 16,
-    "TransformersCallback": 16,
     "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 66}
+LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 53}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

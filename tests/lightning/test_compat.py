@@ -65,8 +65,7 @@ def test_wrapping_is_undone_completely(trainer: pl.Trainer) -> None:
     connector = trainer._checkpoint_connector
     connector.resume_start = theirs = connector.resume_start  # an instance attribute now
     internals = LightningInternals(trainer)
-    internals.wrap_resume_start(lambda original, path: original(path))
-    internals.wrap_fetch(lambda: None, lambda error: None)
+    internals.wrap(dict.fromkeys(("resume_start", "advance"), lambda original, given: original(given)))
     assert connector.resume_start is not theirs
     internals.unwrap()
     assert connector.resume_start is theirs

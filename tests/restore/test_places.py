@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,10 +332,9 @@ def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
 ) -> None:
     """The answers of the other places are waited for."""
     answers = [ask_tiers.TierReply(place, value) for place, value in zip(where(run), (near, far), strict=True)]
-    asked = ask_tiers._Query(answers, len, ask_tiers.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
-    asked._open = {number: Future() for number, value in enumerate((near, far)) if value is None}
-    assert asked._silent(2.5, 2.0) == left
-    assert asked._silent(1.5, 2.0) == []
+    waiting = [number for number, value in enumerate((near, far)) if value is None]
+    assert ask_tiers._silent(answers, waiting, 2.5, 2.0) == left
+    assert ask_tiers._silent(answers, waiting, 1.5, 2.0) == []
 
 
 def test_a_far_place_is_opened_by_the_thread_that_asks_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ assert_type(Checkpointer("/data/run").load(into=[1, 2]), list[int] | None)
 
 Checkpointer(Path("ckpt.yaml"))
 Checkpointer({"tiers": "/data/run"})
+Checkpointer("/data/run", resume={"from": "/data/other#150", "strict": False})
 error: type[Exception] = CkptError
 L.Trainer(callbacks=[AdaptiveCheckpoint("/data/run", overhead=0.01, max_lost_work="10 min")])
 

@@ -16,9 +16,8 @@ from ckpt_engine.store.container import build_header, digest, parse_header
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
-from ckpt_engine.writer import messages
 from ckpt_engine.writer.client import Message, WriterClient
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 
 WAIT_SECONDS = 60.0
 """Longer than anything here takes; a test that reaches it has failed."""
@@ -99,7 +98,7 @@ class Stage:
 
 def arena(slot: list[int] | None = None, **more: Any) -> Body:
     """A message about the arena."""
-    return {"kind": messages.ARENA, "slot": slot, "gone": (), "layout": None, "keys": (), "trees": {}, **more}
+    return {"kind": Kind.ARENA, "slot": slot, "gone": (), "layout": None, "keys": (), "trees": {}, **more}
 
 
 NONE = {"$": "tensor", "entry": "model.none"}

@@ -159,7 +159,7 @@ def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
         b'{"attempts": [{"host": "", "process": "", "began": 1, "started": "x"}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "step": 0.5}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "times": [1]}]}',
-        b'{"attempts": [{"host": "", "process": "", "began": 1, "times": {"training": -1}}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "times": {"training": -1e12}}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "intervals": 5}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "intervals": [[1, 2]]}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "intervals": [[1, 0, "x"]]}]}',

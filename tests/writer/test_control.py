@@ -431,7 +431,7 @@ def campaign(root: Path, seeds: range) -> None:
     try:
         for seed in seeds:
             attack(root, seed)
-            reply = ask(str(root), {"what": control.STATUS}, WAIT_SECONDS)
+            reply = ask(str(root), {"what": control.Question.STATUS}, WAIT_SECONDS)
             assert reply is not None and reply.body["pid"] == os.getpid(), seed
     finally:
         threading.excepthook = before

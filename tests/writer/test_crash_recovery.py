@@ -208,7 +208,7 @@ class Over:
 
 def flushes(root: Path, rank: int) -> object:
     """The step that a rank's writer makes durable now."""
-    reply = control.ask(str(root), {"what": control.FLUSH}, WAIT_SECONDS, rank)
+    reply = control.ask(str(root), {"what": control.Question.FLUSH}, WAIT_SECONDS, rank)
     return None if reply is None else reply.body["step"]
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.observe.events import MemoryFlushed, Notice, SnapshotCommitted, from_json
-from ckpt_engine.writer import launch, messages
-from ckpt_engine.writer.control import FLUSH
+from ckpt_engine.writer import launch
+from ckpt_engine.writer.control import Question
 from ckpt_engine.writer.launch import ThreadWriter
-from ckpt_engine.writer.messages import Body
+from ckpt_engine.writer.messages import Body, Kind
 from tests.writer.conftest import Writers
 from tests.writer.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.writer.test_memory import run_trainer, steps, trainer
@@ -23,7 +23,7 @@ from tests.writer.test_process import gone
 def flush(root: Path, step: int) -> None:
     """Ask for a flush until the writer knows that it has `step` in memory."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while asked(root, FLUSH) != {"step": step}:
+    while asked(root, Question.FLUSH) != {"step": step}:
         assert time.monotonic() < deadline
 
 
@@ -33,21 +33,21 @@ def test_what_is_in_memory_becomes_durable_while_the_trainer_lives(tmp_path: Pat
     with trainer(root, "wait") as process:
         until("kept", process, root)
         flush(root, 1)
-        assert asked(root, FLUSH) == {"step": 1}
+        assert asked(root, Question.FLUSH) == {"step": 1}
         until_durable(root, 1)
         assert steps(root) == [1]
-        assert asked(root, FLUSH) == {"step": 1}
+        assert asked(root, Question.FLUSH) == {"step": 1}
     assert len(check_all(root)) == 1
 
 
 def test_there_may_be_nothing_to_write(tmp_path: Path, processes: Writers) -> None:
     """A flush says why it does nothing: no snapshot is in memory yet, or the trainer is gone."""
     client = processes.start(memory=True)
-    assert asked(processes.root, FLUSH) == {"step": None, "why": "no snapshot is in memory"}
+    assert asked(processes.root, Question.FLUSH) == {"step": None, "why": "no snapshot is in memory"}
     assert client.close(WAIT_SECONDS)
     root = tmp_path / "other"
     log = run_trainer(root, "die-holding", "1", TEST_LINGER="3600")
-    reply = asked(root, FLUSH)
+    reply = asked(root, Question.FLUSH)
     assert reply["step"] is None and "trainer is gone" in str(reply["why"])
     assert asked(root, "bye") == {"ok": True}
     assert gone(log["writer"])
@@ -126,7 +126,7 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
     emit = worker._hooks.emit
 
     def hear(body: Body) -> bool:
-        log = from_json(body["event"]) if body["kind"] == messages.EVENT else None
+        log = from_json(body["event"]) if body["kind"] == Kind.EVENT else None
         if isinstance(log, MemoryFlushed):
             over.append(log.step)
             if len(over) == 1:

@@ -65,7 +65,7 @@ class MemoryPlace:
         """Give up the memory; `bye`: as the next writer does it, which takes the name."""
         self._storage.close()
         if bye:
-            control.ask(self._root, {"what": control.BYE}, WAIT_SECONDS)
+            control.ask(self._root, {"what": control.Question.BYE}, WAIT_SECONDS)
 
 
 def attach(root: str, timeout: float) -> MemoryPlace | None:

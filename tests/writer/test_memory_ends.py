@@ -26,7 +26,7 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, Control, ask
+from ckpt_engine.writer.control import Control, Question, ask
 from ckpt_engine.writer.messages import Reply
 from tests.support.files import open_files
 from tests.writer.conftest import Writers
@@ -48,7 +48,7 @@ def until(found: object, process: subprocess.Popen[bytes], root: Path) -> None:
 def until_durable(root: Path, step: int) -> None:
     """Wait until the snapshot in memory is on a tier too."""
     for _ in range(int(WAIT_SECONDS * 20)):
-        if asked(root, STATUS)["held"] == {"step": step, "durable": True}:
+        if asked(root, Question.STATUS)["held"] == {"step": step, "durable": True}:
             return
         threading.Event().wait(0.05)
     raise AssertionError(f"step {step} does not become durable")
@@ -101,7 +101,7 @@ def test_a_job_that_is_ended_leaves_no_writer_lingering(tmp_path: Path) -> None:
     with trainer(root, "wait", TEST_LINGER="3600") as process:
         until("kept", process, root)
         os.kill(logged(root)["writer"], signal.SIGTERM)
-        assert asked(root, SAVE) == {"trainer": True}
+        assert asked(root, Question.SAVE) == {"trainer": True}
         until("what", process, root)
     assert gone(logged(root)["writer"])
     assert steps(root) == [1]
@@ -113,7 +113,7 @@ def test_the_next_writer_takes_over_the_name(tmp_path: Path, processes: Writers,
     place = attached(processes.root)
     client = processes.start(memory=True, lease_wait_seconds=WAIT_SECONDS)
     assert gone(log["writer"])
-    assert asked(processes.root, STATUS)["pid"] == client.pid
+    assert asked(processes.root, Question.STATUS)["pid"] == client.pid
     assert step_in_memory(place) == 1
     place.release()  # says `bye` to the new one, which does not go
     stage.share(client)
@@ -146,7 +146,7 @@ def test_a_name_that_has_become_free_is_taken_when_it_matters(tmp_path: Path) ->
     other.open(WAIT_SECONDS)
     with trainer(root, "wait") as process:
         until("kept", process, root)
-        assert asked(root, STATUS) == {"ok": False}
+        assert asked(root, Question.STATUS) == {"ok": False}
         other.close(WAIT_SECONDS)
     deadline = time.monotonic() + WAIT_SECONDS
     while (place := attach(str(root), WAIT_SECONDS)) is None:
@@ -161,23 +161,23 @@ def test_requests_reach_the_trainer(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
         until("kept", process, root)
-        assert asked(root, SAVE) == {"trainer": True}
+        assert asked(root, Question.SAVE) == {"trainer": True}
         until("what", process, root)
         assert logged(root)["what"] == "save"
-        assert asked(root, STOP) == {"trainer": True}
+        assert asked(root, Question.STOP) == {"trainer": True}
         while logged(root)["what"] != "stop":
             assert process.poll() is None
         assert logged(root)["who"] == "a test"
-        assert asked(root, SNAPSHOT) == {"snapshot": None, "why": "its trainer is alive"}
+        assert asked(root, Question.SNAPSHOT) == {"snapshot": None, "why": "its trainer is alive"}
         assert attach(str(root), WAIT_SECONDS) is None
-        assert asked(root, BYE) == {"ok": False}
+        assert asked(root, Question.BYE) == {"ok": False}
         assert "error" in asked(root, "dance")
         deadline = time.monotonic() + WAIT_SECONDS
-        while (status := asked(root, STATUS))["held"] is None:  # it was sent, and may not have been taken in
+        while (status := asked(root, Question.STATUS))["held"] is None:  # it was sent, and may not have been taken in
             assert time.monotonic() < deadline
         assert status["trainer"] is True and status["held"] == {"step": 1, "durable": False}
     place = attached(root)  # at once: the system says that the trainer is gone before its writer notices
-    assert asked(root, SAVE) == {"trainer": False}
+    assert asked(root, Question.SAVE) == {"trainer": False}
     assert step_in_memory(place) == 1
     place.release()
     assert gone(logged(root)["writer"])

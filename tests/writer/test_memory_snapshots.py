@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,12 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import GONE, Requested
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.names import parse_id, session_id
-from ckpt_engine.writer import control, messages, part_records
+from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.control import ControlHandlers
 from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.launch import ThreadWriter
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
-from ckpt_engine.writer.messages import Reply, nothing
+from ckpt_engine.writer.messages import Kind, Reply, nothing
 from ckpt_engine.writer.persister import Persister
 from ckpt_engine.writer.pulse import HeartbeatPage, read_pulse
 from tests.writer.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
@@ -44,18 +45,16 @@ class Trainer:
     def say(self, fds: Sequence[int] = (), **changes: Any) -> None:
         """What is new of the arena: nothing but these changes."""
         same: dict[str, Any] = {"slot": None, "gone": [], "layout": None, "keys": [], "trees": {}}
-        self.intake.take({"kind": messages.ARENA, **same, **changes}, fds)
+        self.intake.take({"kind": Kind.ARENA, **same, **changes}, fds)
 
     def hold(self, step: int, **changes: Any) -> StagedJob:
         job = dataclasses.replace(self.stage.job(step), **changes)
-        order = self.intake.take({"kind": messages.HOLD, "job": to_json(job)})
+        order = self.intake.take({"kind": Kind.HOLD, "job": to_json(job)})
         assert order is not None
         self.orders.append(order)
         return order
 
     def close(self) -> None:
-        for order in self.orders:
-            order.release()
         self.orders.clear()
         self.intake.close()
 
@@ -87,7 +86,7 @@ def files() -> int:
 
 
 def offered(snapshots: MemorySnapshots) -> Reply:
-    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.sealed.wait(WAIT_SECONDS)
     offer = snapshots.offer()
     assert offer is not None and offer.body["snapshot"] is not None
     return offer
@@ -136,10 +135,8 @@ def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
     sending.say(gone=[0])
     assert files() == before
     sending.orders.remove(order)
-    order.retain()
-    order.release()
     assert files() == before
-    order.release()
+    del order
     assert files() == before - 1
 
 
@@ -156,19 +153,22 @@ def test_numbers_are_given_once_and_grow(sending: Trainer, ids: Ids) -> None:
 def test_a_newer_snapshot_replaces_the_one_in_memory(sending: Trainer, snapshots: MemorySnapshots) -> None:
     """The memory of the older snapshot is free then."""
     first, second = sending.hold(1), sending.hold(2)
+    slot = weakref.ref(first)
     snapshots.hold(first)
     sending.say(gone=[0])
     sending.orders.remove(first)
-    first.release()
+    del first
+    assert slot() is not None
     snapshots.hold(second)
     assert snapshots.newest is second
+    assert slot() is None
 
 
 def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, snapshots: MemorySnapshots) -> None:
     """A snapshot is offered only after `seal`, when it is final."""
     snapshots.hold(sending.hold(1))
     assert snapshots.offer() is None
-    assert not snapshots.wait_sealed(0.0)
+    assert not snapshots.sealed.wait(0.0)
     snapshots.seal(RUN)
     offer = offered(snapshots)
     manifest = manifest_codec.decode(offer.body["manifest"].encode())
@@ -185,7 +185,7 @@ def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
     snapshots = MemorySnapshots(ids, lambda: None)
     snapshots.hold(sending.hold(1))
     snapshots.seal(RUN)
-    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.sealed.wait(WAIT_SECONDS)
     assert snapshots.offer() is None
     ids.begin(100)
     offer = offered(snapshots)
@@ -212,7 +212,7 @@ def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, snapshots: 
     os.ftruncate(sending.stage.fd, 0)
     snapshots.hold(order)
     snapshots.seal(RUN)
-    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.sealed.wait(WAIT_SECONDS)
     refused = snapshots.offer()
     assert refused is not None and "cannot be used: cannot map an arena slot" in refused.body["why"]
 
@@ -265,17 +265,17 @@ def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, snaps
     visit = Visit(snapshots)
     snapshots.hold(sending.hold(1))
     visit.lives = False
-    assert visit.ask(control.SNAPSHOT) is None
-    assert visit.ask(control.BYE) is None
+    assert visit.ask(control.Question.SNAPSHOT) is None
+    assert visit.ask(control.Question.BYE) is None
     visit.handlers.leave(serves=True)
-    assert visit.ask(control.SNAPSHOT) is None
+    assert visit.ask(control.Question.SNAPSHOT) is None
     snapshots.seal(RUN)
-    assert snapshots.wait_sealed(WAIT_SECONDS)
-    reply = visit.handlers.answer({"what": control.SNAPSHOT})
+    assert snapshots.sealed.wait(WAIT_SECONDS)
+    reply = visit.handlers.answer({"what": control.Question.SNAPSHOT})
     assert reply is not None and reply.body["step"] == 1
     os.close(reply.fds[0])
     assert not visit.handlers.said_bye
-    assert visit.ask(control.BYE) == {"ok": True}
+    assert visit.ask(control.Question.BYE) == {"ok": True}
     assert visit.handlers.said_bye and visit.byes == 1
 
 
@@ -285,28 +285,28 @@ def test_a_run_that_was_closed_serves_nothing(sending: Trainer, snapshots: Memor
     snapshots.hold(sending.hold(1))
     visit.lives = False
     visit.handlers.leave(serves=False)
-    assert visit.ask(control.SNAPSHOT) == {"snapshot": None, "why": "the run was closed"}
-    assert visit.ask(control.BYE) == {"ok": True}
+    assert visit.ask(control.Question.SNAPSHOT) == {"snapshot": None, "why": "the run was closed"}
+    assert visit.ask(control.Question.BYE) == {"ok": True}
 
 
 def test_requests_are_forwarded_to_a_trainer_that_takes_them(snapshots: MemorySnapshots) -> None:
     """A trainer that takes nothing in, or that is gone, gets none; long names are cut."""
     visit = Visit(snapshots)
-    assert visit.ask(control.SAVE, who="x" * 9999) == {"trainer": True}
+    assert visit.ask(control.Question.SAVE, who="x" * 9999) == {"trainer": True}
     assert visit.forwarded == [("save", "x" * 200)]
     visit.takes = False
-    assert visit.ask(control.STOP) == {"trainer": False}
+    assert visit.ask(control.Question.STOP) == {"trainer": False}
     visit.lives = False
-    assert visit.ask(control.STOP) == {"trainer": False}
+    assert visit.ask(control.Question.STOP) == {"trainer": False}
     assert len(visit.forwarded) == 2
-    assert visit.ask(control.STATUS)["held"] is None
+    assert visit.ask(control.Question.STATUS)["held"] is None
 
 
 def test_a_request_waits_once(stage: Stage) -> None:
     """A request that is repeated before the trainer reads it is kept once: it cannot fill the trainer's memory."""
     client = ThreadWriter(WriterConfig("tier"))
     for what in ("save", "save", "stop", "save"):
-        client._hear({"kind": messages.REQUEST, "what": what, "who": "me"})
+        client._hear({"kind": Kind.REQUEST, "what": what, "who": "me"})
     assert client.poll() == [Requested("save", "me"), Requested("stop", "me")]
 
 
@@ -318,8 +318,9 @@ def test_the_pulse_is_read_from_its_descriptor() -> None:
         pulse.beat(step)
     beat = read_pulse(pulse.fd)
     assert beat is not None and beat.step == 2 and beat.instant_monotonic > 0
-    pulse.close()
-    pulse.close()
+    before = files()
+    del pulse
+    assert files() == before - 1
     with Path(os.devnull).open() as nothing:
         assert read_pulse(nothing.fileno()) is None
     assert read_pulse(-1) is None
@@ -334,8 +335,6 @@ def test_a_new_pulse_replaces_the_old_one(snapshots: MemorySnapshots) -> None:
         snapshots.take_pulse(os.dup(pulse.fd))
     assert files() == before + 1
     assert snapshots.beat is not None and snapshots.beat.step == 1
-    for pulse in pulses:
-        pulse.close()
 
 
 def test_the_newest_has_the_highest_number_though_it_overtakes(
@@ -356,14 +355,15 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     second = Stage(slot=1)
     for each in (stage, second):
         worker.put(*each.message())
-    worker.put({"kind": messages.PERSIST, "job": to_json(stage.job(1))})
+    worker.put({"kind": Kind.PERSIST, "job": to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
-    worker.put({"kind": messages.HOLD, "job": to_json(second.job(2))})
+    worker.put({"kind": Kind.HOLD, "job": to_json(second.job(2))})
     worker.abandon(GONE)
     offer = offered(worker.held)
     os.close(offer.fds[0])
     go_on.set()
-    assert worker.join(WAIT_SECONDS)
+    worker.join(WAIT_SECONDS)
+    assert not worker.is_alive()
     worker.held.close()
     second.close()
     infos = check_all(tmp_path / "run")
@@ -390,7 +390,7 @@ def test_one_of_several_ranks_keeps_three(sending: Trainer, share: MemorySnapsho
     """Newest first; what was in the slot of a newer one is gone."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2), (4, 3))]
     share.seal(RUN)
-    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.sealed.wait(WAIT_SECONDS)
     assert share.ids() == [found[3], found[2], found[1]]
     again = hold_in(sending, share, 2, 5)
     assert share.ids() == [again, found[3], found[1]]
@@ -404,19 +404,18 @@ def test_what_was_being_overwritten_is_not_kept(sending: Trainer, share: MemoryS
     share.take_pulse(os.dup(pulse.fd))
     share.drop_torn()
     share.seal(RUN)
-    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.sealed.wait(WAIT_SECONDS)
     assert share.ids() == found[::-1]
     pulse.fill(0, 4)
     share.drop_torn()
     assert share.ids() == found[:0:-1]
-    pulse.close()
 
 
 def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, share: MemorySnapshots) -> None:
     """Its digests are worked out when somebody asks; without a name there is no whole snapshot to offer."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1))]
     share.seal(RUN)
-    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.sealed.wait(WAIT_SECONDS)
     assert share.offer() == nothing("it is the share of one of several ranks")
     assert share.offer("other") == nothing("other is not kept in memory")
     deadline = time.monotonic() + WAIT_SECONDS

@@ -30,9 +30,10 @@ from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, Writ
 from ckpt_engine.observe.events import Notice, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.lease_holder import LeaseHolder
-from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import decode, encode
 from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.messages import Kind
 
 
 def value(index: int) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def test_a_lost_writer_loses_its_open_jobs_once() -> None:
     client = ThreadWriter(WriterConfig("tier"))
     for number in (1, 2):
         client.submit(PersistJob(number, 0, {}, 5, None, "x", {}, 0.0, 0.0))
-    client._hear({"kind": messages.DONE, "done": asdict(JobDone(1, "a"))})
+    client._hear({"kind": Kind.DONE, "done": asdict(JobDone(1, "a"))})
     client._lose(ErrorRecord("CKPT600", "gone"), expected=False)
     client._lose(ErrorRecord("CKPT600", "again"), expected=False)
     ok, done, lost = client.poll()

@@ -125,7 +125,8 @@ def test_nothing_follows_an_end(run: Run, state: TierState) -> None:
     run.save(1)
     (one,) = run.client._queue._persister._secondary._replicators  # type: ignore[union-attr]
     run.close()
-    assert one.join(WAIT_SECONDS)
+    one.join(WAIT_SECONDS)
+    assert not one.is_alive()
     one.state = state
     with pytest.raises(AssertionError, match="COPYING"):
         one._go(TierState.COPYING, settled=False)

@@ -69,7 +69,7 @@ def test_what_was_recorded_is_there_when_the_trainer_is_gone(url: str, tmp_path:
     storage = open_storage(url.format(tmp_path))
     kept = trainer.kept_at(storage)
     trainer.steps(3)
-    kept.committed()
+    kept.committed.set()
     wait_until(lambda: numbers(storage) == [1, 2, 3])
     trainer.steps(2)
     kept.end()

@@ -197,14 +197,14 @@ def test_a_slot_is_freed_by_its_last_reader() -> None:
     """Two calls may hang on one snapshot: the slot is free when both end, and a job settled before is reported once."""
     freed: list[int] = []
     holds = SlotReaders(freed.append)
-    one, two = holds.take(3), holds.take(3)
-    one()
     said: list[bool] = []
-    holds.settle(3, said.append)
-    assert (said, freed) == ([True], [])
-    two()
+    with holds.reading(3):
+        with holds.reading(3):
+            assert freed == []
+        holds.settle(3, said.append)
+        assert (said, freed) == ([True], [])
     assert freed == [3]
-    again = holds.take(3)
-    again()
+    with holds.reading(3):
+        pass
     holds.settle(3, said.append)
     assert (said, freed) == ([True, False], [3])

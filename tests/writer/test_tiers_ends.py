@@ -46,7 +46,8 @@ def test_closing_waits_for_copies_but_not_for_a_tier_that_fails(run: Run) -> Non
     with acquire(LocalStorage(run.near)):
         pass  # the nearest tier is free for the next job already
     run.weather[run.far].up()
-    assert client._queue.join(WAIT_SECONDS)
+    client._queue.join(WAIT_SECONDS)
+    assert not client._queue.is_alive()
     assert steps(run.far) == [1]
     status = read_status(LocalStorage(run.near))
     assert status is not None and status.ended
@@ -60,7 +61,8 @@ def test_draining_is_bounded(run: Run) -> None:
     run.save(1)
     run.until(lambda m: isinstance(m, TierDegraded))
     assert client.close(WAIT_SECONDS)
-    assert client._queue.join(WAIT_SECONDS)
+    client._queue.join(WAIT_SECONDS)
+    assert not client._queue.is_alive()
     run.client = None
     with acquire(LocalStorage(run.far), wait_seconds=WAIT_SECONDS):
         assert steps(run.far) == []
@@ -73,7 +75,8 @@ def test_a_copy_can_be_stopped_in_the_middle(run: Run) -> None:
     run.save(1)
     assert run.weather[run.far].reached.wait(WAIT_SECONDS)
     client._queue.skip_waiting()
-    assert client._queue.join(WAIT_SECONDS)
+    client._queue.join(WAIT_SECONDS)
+    assert not client._queue.is_alive()
     client.close(WAIT_SECONDS)
     run.client = None
     assert steps(run.far) == []

@@ -67,7 +67,8 @@ def test_a_store_that_accepts_and_never_answers_stops_no_training(
     assert outcome(client, job.job, heard).ok
     assert any(isinstance(m, TierRecovered) for m in heard)
     assert client.close(WAIT_SECONDS)
-    assert client._queue.join(WAIT_SECONDS)
+    client._queue.join(WAIT_SECONDS)
+    assert not client._queue.is_alive()
     second.close()
     remote = Repository(open_storage(f"s3://{bucket}/run", options))
     assert [info.step for info in remote.list()] == [1, 4]

@@ -106,7 +106,9 @@ def test_a_training_ends_although_a_further_tier_is_silent(
     assert f"file://{run.far} (" in notice.message and "it does not answer" in notice.message
     assert steps(run.near)[-1] == 2
     end.set()
-    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
+    assert run.client is not None
+    run.client._queue.join(WAIT_SECONDS)
+    assert not run.client._queue.is_alive()
     assert steps(run.far)[-1] == 2
     run.client = None
 
@@ -122,7 +124,8 @@ def test_a_training_that_ends_before_a_silent_tier_was_heard(run: Run, monkeypat
     assert not end.is_set()
     assert [event.tier for event in run.all(SnapshotCommitted)] == [str(run.near)]
     end.set()
-    assert run.client._queue.join(WAIT_SECONDS)
+    run.client._queue.join(WAIT_SECONDS)
+    assert not run.client._queue.is_alive()
     run.client = None
 
 
@@ -159,7 +162,9 @@ class Waits:
 def is_copied_at_last(run: Run) -> None:
     assert steps(run.far) == []
     run.weather[run.far].gate.set()
-    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
+    assert run.client is not None
+    run.client._queue.join(WAIT_SECONDS)
+    assert not run.client._queue.is_alive()
     run.client = None
     assert steps(run.far) == [1]
 
@@ -174,7 +179,9 @@ def test_a_long_wait_for_copies_is_said(run: Run, monkeypatch: pytest.MonkeyPatc
         left + r"\(wait_at_end\) or until Ctrl-C; what is missing then: .* and then the next run does$", line
     )
     assert not [one for one in run.all(Notice) if "not everything" in one.message]
-    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
+    assert run.client is not None
+    run.client._queue.join(WAIT_SECONDS)
+    assert not run.client._queue.is_alive()
     run.client = None
     assert steps(run.far) == [1]
 
@@ -256,7 +263,8 @@ def test_what_was_not_copied_at_the_end_the_next_run_copies(run: Run) -> None:
     assert closed(run)
     assert run.client is not None
     run.client._queue.skip_waiting()
-    assert run.client._queue.join(WAIT_SECONDS)
+    run.client._queue.join(WAIT_SECONDS)
+    assert not run.client._queue.is_alive()
     run.weather[run.far].gate.set()
     assert steps(run.far) == []
     run.start()
@@ -285,7 +293,9 @@ def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.Monkey
         f"not everything is on file://{run.far}"
     ]
     assert "CKPT30" in events.line(heard[0])
-    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
+    assert run.client is not None
+    run.client._queue.join(WAIT_SECONDS)
+    assert not run.client._queue.is_alive()
     run.client = None
 
 
@@ -314,7 +324,9 @@ def test_a_tier_that_fails_in_the_middle_has_one_line_then_and_one_at_the_end_if
         comes_back:
     ]
     assert all("CKPT30" in one for one in left)
-    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
+    assert run.client is not None
+    run.client._queue.join(WAIT_SECONDS)
+    assert not run.client._queue.is_alive()
     run.client = None
 
 

@@ -104,7 +104,8 @@ class Run:
                 weather.gate.set()
             assert self.client.close(WAIT_SECONDS)
             self.heard += self.client.poll()
-            assert self.client._queue.join(WAIT_SECONDS)
+            self.client._queue.join(WAIT_SECONDS)
+            assert not self.client._queue.is_alive()
             self.client = None
 
 

@@ -33,13 +33,12 @@ from ckpt_engine.store.codecs.codec import Stored, damaged
 from ckpt_engine.store.codecs.numbers import fold_difference, unfold_difference
 from ckpt_engine.store.codecs.planes import (
     HEADER_BYTES,
+    SCRATCH,
     PlaneDecoder,
     PlaneEncoder,
     PlanesHeader,
-    Scratch,
     Words,
     base_digest,
-    scratch,
     words_in,
 )
 from ckpt_engine.store.codecs.zstd_frames import PAYS
@@ -92,7 +91,6 @@ class AdamCodec:
         [nbytes] = sizes
         if not steps or not nbytes or nbytes % 4 or flushes_subnormals():
             return None
-        arrays, bases = ({role: group[role].cast("B") for role in _ROLES} for group in (arrays, bases))
         new = {role: words_in(arrays[role], 4) for role in _ROLES}
         old = {role: words_in(bases[role], 4) for role in _ROLES}
         with np.errstate(all="ignore"):
@@ -126,11 +124,11 @@ class AdamCodec:
                 "a piece encoded with 'adam' cannot be decoded by a thread that flushes subnormal numbers to zero",
                 hint="call torch.set_flush_denormal(False) before loading",
             )
-        new = {role: words_in(outs[role].cast("B"), 4) for role in _ROLES}
-        old = {role: words_in(bases[role].cast("B"), 4) for role in _ROLES}
+        new = {role: words_in(outs[role], 4) for role in _ROLES}
+        old = {role: words_in(bases[role], 4) for role in _ROLES}
         with np.errstate(all="ignore"):
             for role in _ROLES:
-                self._decode(role, stored[role].cast("B"), outs[role].cast("B"), bases[role].cast("B"), new, old)
+                self._decode(role, stored[role], outs[role], bases[role], new, old)
 
     def _kind_of_second(self, new: Mapping[str, Words], old: Mapping[str, Words], step: AdamStep) -> int:
         """The kind of prediction with the fewest errors in a sample, or `_DIFFERENCE` if all are wrong."""
@@ -158,10 +156,10 @@ class AdamCodec:
     ) -> Stored:
         header = PlanesHeader(_MAGIC, 4, False, data.nbytes, base_digest(base))
         check = base_digest(data)
-        predict, words, store = _prediction(role, kind, new, old, step), new[role], scratch()
+        predict, words = _prediction(role, kind, new, old, step), new[role]
 
         def differences(start: int, stop: int) -> Words:
-            return fold_difference(words[start:stop], predict(start, stop), store)
+            return fold_difference(words[start:stop], predict(start, stop))
 
         more = _MORE.pack(_ROLES.index(role), kind, check, *astuple(step))
         stored = PlaneEncoder(header, more).encode(differences, data[data.nbytes :])
@@ -190,10 +188,10 @@ class AdamCodec:
                 raise damaged(self.name, f"{stored.nbytes - position} bytes where {out.nbytes} belong")
             out[:] = stored[position:]
         else:
-            predict, words, store = _prediction(role, kind, new, old, step), new[role], scratch()
+            predict, words = _prediction(role, kind, new, old, step), new[role]
 
             def put(start: int, stop: int, folded: Words) -> None:
-                unfold_difference(folded, predict(start, stop), words[start:stop], store)
+                unfold_difference(folded, predict(start, stop), words[start:stop])
 
             PlaneDecoder(self.name, header, stored, position).decode(out[out.nbytes :], put)
         if base_digest(out) != check:
@@ -206,15 +204,14 @@ def _prediction(
     """What to subtract: the base, or what the step must have made of it."""
     if kind not in (_PREDICTED, _CONTRACTED) or role == FIRST:
         return lambda start, stop: old[role][start:stop]
-    store = scratch()
 
     def predict(start: int, stop: int) -> Words:
         before, now = (
             {name: words[start:stop].view(np.float32) for name, words in arrays.items()} for arrays in (old, new)
         )
         if role == WEIGHTS:
-            return predict_weights(before[role], now[FIRST], now[SECOND], step, store).view(np.uint32)
-        second = predict_second_moment(before[role], before[FIRST], now[FIRST], step, kind == _CONTRACTED, store)
+            return predict_weights(before[role], now[FIRST], now[SECOND], step).view(np.uint32)
+        second = predict_second_moment(before[role], before[FIRST], now[FIRST], step, kind == _CONTRACTED)
         return second.view(np.uint32)
 
     return predict
@@ -256,7 +253,7 @@ def flushes_subnormals() -> bool:
 
 
 def predict_second_moment(
-    old: Floats, old_first: Floats, new_first: Floats, step: AdamStep, contracted: bool, store: Scratch
+    old: Floats, old_first: Floats, new_first: Floats, step: AdamStep, contracted: bool
 ) -> Floats:
     """The new second moment, from the gradient that the change of the first moment implies.
 
@@ -266,16 +263,16 @@ def predict_second_moment(
         contracted: whether the last multiplication and the addition were rounded once (fused multiply-add).
     """
     size = old.size
-    gradient, result = (store.words(4, number, size).view(np.float32) for number in (4, 5))
+    gradient, result = (SCRATCH.words(4, number, size).view(np.float32) for number in (4, 5))
     weight = np.float32(1 - step.beta1)
     np.subtract(new_first, old_first, out=gradient)
     np.divide(gradient, weight, out=gradient)
     np.add(gradient, old_first, out=gradient)
     np.multiply(old, np.float32(step.beta2), out=result)
-    scaled = store.words(4, 6, size).view(np.float32)
+    scaled = SCRATCH.words(4, 6, size).view(np.float32)
     np.multiply(gradient, np.float32(1 - step.beta2), out=scaled)
     if contracted:
-        wide = store.words(8, 4, size).view(np.float64)
+        wide = SCRATCH.words(8, 4, size).view(np.float64)
         np.multiply(scaled, gradient, out=wide, dtype=np.float64)
         np.add(wide, result, out=wide)
         np.copyto(result, wide, casting="same_kind")
@@ -285,14 +282,14 @@ def predict_second_moment(
     return _without_nan(result)
 
 
-def predict_weights(old: Floats, new_first: Floats, new_second: Floats, step: AdamStep, store: Scratch) -> Floats:
+def predict_weights(old: Floats, new_first: Floats, new_second: Floats, step: AdamStep) -> Floats:
     """The new weights, exactly as `torch.optim.AdamW` computes them from both new moments."""
     size = old.size
-    denominator, result = (store.words(4, number, size).view(np.float32) for number in (4, 5))
+    denominator, result = (SCRATCH.words(4, number, size).view(np.float32) for number in (4, 5))
     np.sqrt(new_second, out=denominator)
     np.divide(denominator, np.float32((1 - step.beta2**step.step) ** 0.5), out=denominator)
     np.add(denominator, np.float32(step.eps), out=denominator)
-    update = store.words(4, 6, size).view(np.float32)
+    update = SCRATCH.words(4, 6, size).view(np.float32)
     np.multiply(new_first, np.float32(-(step.lr / (1 - step.beta1**step.step))), out=update)
     np.divide(update, denominator, out=update)
     np.multiply(old, np.float32(1 - step.lr * step.weight_decay), out=result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from ckpt_engine.store.codecs.adam import AdamCodec
 
 _CODECS = {
-    "zstd": ("simple", "ZstdCodec"),
-    "byteplane-zstd": ("numbers", "BytePlaneCodec"),
-    "delta-byteplane-zstd": ("numbers", "DeltaCodec"),
-    "rows": ("table_rows", "RowsCodec"),
+    "zstd": "simple:ZstdCodec",
+    "byteplane-zstd": "numbers:BytePlaneCodec",
+    "delta-byteplane-zstd": "numbers:DeltaCodec",
+    "rows": "table_rows:RowsCodec",
 }
 """Name → module and class. Modules are imported when asked for: most readers need none of them."""
 _known: dict[str, Codec] = {}
@@ -41,8 +41,9 @@ class Chunk:
 class Codec(Protocol):
     """Encodes bytes without loss; what it stores describes itself, so that decoding needs nothing but the base.
 
-    One object serves all threads at once. Buffers are contiguous bytes. Stored bytes are not digested again here: a
-    damaged byte in a part that is stored as it is decodes to other bytes, which the digest of the piece tells.
+    One object serves all threads at once. Buffers are contiguous, and bytes are their elements. Stored bytes are not
+    digested again here: a damaged byte in a part that is stored as it is decodes to other bytes, which the digest of
+    the piece tells.
     """
 
     @property
@@ -79,9 +80,7 @@ def get_codec(name: str) -> Codec:
 
 
 def _of_ours(name: str) -> Codec:
-    module, attribute = _CODECS[name]
-    made = getattr(importlib.import_module(f"ckpt_engine.store.codecs.{module}"), attribute)
-    return cast(Codec, made())
+    return cast(Codec, pkgutil.resolve_name(f"ckpt_engine.store.codecs.{_CODECS[name]}")())
 
 
 def _of_a_package(name: str) -> Codec:

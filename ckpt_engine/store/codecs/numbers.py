@@ -9,14 +9,13 @@ import numpy as np
 
 from ckpt_engine.store.codecs.codec import Chunk, damaged
 from ckpt_engine.store.codecs.planes import (
+    SCRATCH,
     PlaneDecoder,
     PlaneEncoder,
     PlanesHeader,
-    Scratch,
     Words,
     base_digest,
     is_float,
-    scratch,
     width_of,
     words_in,
 )
@@ -34,7 +33,6 @@ class BytePlaneCodec:
 
     def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> memoryview | None:  # noqa: ARG002
         """A stream of planes (docs/codecs.md), or None if it saves less than three in a hundred bytes."""
-        data = data.cast("B")
         words = words_in(data, width_of(chunk.dtype))
         header = PlanesHeader(_MAGIC, words.itemsize, is_float(chunk.dtype), data.nbytes)
         stored = PlaneEncoder(header).encode(lambda start, stop: words[start:stop], data[words.nbytes :])
@@ -42,7 +40,6 @@ class BytePlaneCodec:
 
     def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
         """Join the planes."""
-        stored, out = stored.cast("B"), out.cast("B")
         header = PlanesHeader.read(self.name, _MAGIC, stored, out.nbytes, None)
         words = words_in(out, header.width)
         PlaneDecoder(self.name, header, stored).decode(out[words.nbytes :], out=words)
@@ -61,12 +58,11 @@ class DeltaCodec:
         """A stream of planes, or None if it saves too little, or `base` is absent or of another size."""
         if base is None or base.nbytes != data.nbytes:
             return None
-        data, base = data.cast("B"), base.cast("B")
         width = width_of(chunk.dtype)
-        words, old, store = words_in(data, width), words_in(base, width), scratch()
+        words, old = words_in(data, width), words_in(base, width)
 
         def differences(start: int, stop: int) -> Words:
-            return fold_difference(words[start:stop], old[start:stop], store)
+            return fold_difference(words[start:stop], old[start:stop])
 
         header = PlanesHeader(b"CKD1", width, False, data.nbytes, base_digest(base))
         stored = PlaneEncoder(header).encode(differences, data[words.nbytes :], old)
@@ -76,20 +72,19 @@ class DeltaCodec:
         """Add the differences to the base."""
         if base is None:
             raise damaged(self.name, "the bytes it was made against are missing")
-        stored, out, base = stored.cast("B"), out.cast("B"), base.cast("B")
         header = PlanesHeader.read(self.name, _DELTA_MAGIC, stored, out.nbytes, base)
-        words, old, store = words_in(out, header.width), words_in(base, header.width), scratch()
+        words, old = words_in(out, header.width), words_in(base, header.width)
 
         def put(start: int, stop: int, folded: Words) -> None:
-            unfold_difference(folded, old[start:stop], words[start:stop], store)
+            unfold_difference(folded, old[start:stop], words[start:stop])
 
         PlaneDecoder(self.name, header, stored, base=old).decode(out[words.nbytes :], put)
 
 
-def fold_difference(new: Words, old: Words, store: Scratch) -> Words:
+def fold_difference(new: Words, old: Words) -> Words:
     """`new - old` modulo the word size, folded so that small differences of either sign are small: 0, -1, 1, -2, ..."""
     width = new.itemsize
-    difference, sign = store.words(width, 3, new.size), store.words(width, 1, new.size)
+    difference, sign = SCRATCH.words(width, 3, new.size), SCRATCH.words(width, 1, new.size)
     np.subtract(new, old, out=difference)
     signed = f"<i{width}"
     np.right_shift(difference.view(signed), np.dtype(signed).type(8 * width - 1), out=sign.view(signed))
@@ -98,9 +93,9 @@ def fold_difference(new: Words, old: Words, store: Scratch) -> Words:
     return difference
 
 
-def unfold_difference(folded: Words, old: Words, out: Words, store: Scratch) -> None:
+def unfold_difference(folded: Words, old: Words, out: Words) -> None:
     """Undo `fold_difference`; overwrites `folded`."""
-    sign = store.words(folded.itemsize, 1, folded.size)
+    sign = SCRATCH.words(folded.itemsize, 1, folded.size)
     one = folded.dtype.type(1)
     np.bitwise_and(folded, one, out=sign)
     np.negative(sign, out=sign)

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from ckpt_engine.errors import NewerFormatError
 from ckpt_engine.store.codecs.changed_words import decode_changed, encode_changed
 from ckpt_engine.store.codecs.codec import damaged
-from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, compress, decompress_into
+from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, Compressor, decompress_into
 
 Words = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -63,16 +63,7 @@ _HEADER = struct.Struct("<4sBBHIIQQ")
 _NO_MORE = struct.Struct("")
 HEADER_BYTES = _HEADER.size
 _AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS, _CHANGED = range(6)
-_SETTINGS = {
-    "strategy": 1,
-    "min_match": 7,
-    "hash_log": 6,
-    "chain_log": 6,
-    "search_log": 1,
-    "window_log": 17,
-    "target_length": 0,
-    "write_content_size": 1,
-}
+_COMPRESSOR = Compressor(strategy=1, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=17, target_length=0)
 """Little but Huffman coding: planes of numbers hardly repeat; looking for repetitions costs time, and even bytes."""
 _REST_BLOCKS = 8
 """Blocks after a plane that did not pay for which it is not tried again."""
@@ -103,8 +94,8 @@ def words_in(data: memoryview, width: int) -> Words:
     return np.frombuffer(data, np.uint8, data.nbytes // width * width).view(word_type(width))
 
 
-class Scratch:
-    """Reused arrays of one block; one object per thread."""
+class Scratch(threading.local):
+    """Reused arrays of one block, others on each thread."""
 
     def __init__(self) -> None:
         self.lanes = [np.empty(BLOCK_WORDS, np.uint16) for _ in range(2)]
@@ -119,22 +110,25 @@ class Scratch:
         return found[:count]
 
 
-def copy_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> HalfWords:
+SCRATCH = Scratch()
+
+
+def copy_lane(words: Words, number: int, lane: HalfWords) -> HalfWords:
     """Fill `lane` with bits `16 * number` and up of every word."""
     if number:
-        words = np.right_shift(words, words.dtype.type(16 * number), out=scratch.words(words.itemsize, 0, words.size))
+        words = np.right_shift(words, words.dtype.type(16 * number), out=SCRATCH.words(words.itemsize, 0, words.size))
     np.copyto(lane, words, casting="unsafe")
     return lane
 
 
-def split_lane(lane: HalfWords, moved: bool, scratch: Scratch) -> tuple[Bytes, Bytes]:
+def split_lane(lane: HalfWords, moved: bool) -> tuple[Bytes, Bytes]:
     """The lower and the upper byte of each number of a lane, in scratch.
 
     Args:
         moved: whether the sign is moved behind the exponent first.
     """
-    low, high = (plane[: lane.size] for plane in scratch.planes)
-    first, second = scratch.lanes[1][: lane.size], scratch.words(2, 1, lane.size)
+    low, high = (plane[: lane.size] for plane in SCRATCH.planes)
+    first, second = SCRATCH.lanes[1][: lane.size], SCRATCH.words(2, 1, lane.size)
     if moved:
         np.right_shift(lane, np.uint16(7), out=first)
         np.copyto(high, first, casting="unsafe")
@@ -149,9 +143,9 @@ def split_lane(lane: HalfWords, moved: bool, scratch: Scratch) -> tuple[Bytes, B
     return low, high
 
 
-def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: HalfWords, scratch: Scratch) -> None:
+def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: HalfWords) -> None:
     """Undo `split_lane` into `lane`; a plane that is None is all zeros."""
-    upper, lower = scratch.lanes[1][: lane.size], scratch.words(2, 1, lane.size)
+    upper, lower = SCRATCH.lanes[1][: lane.size], SCRATCH.words(2, 1, lane.size)
     # Multiplications, because numpy shifts 16-bit numbers to the left more slowly.
     if high is None:
         upper.fill(0)
@@ -169,20 +163,12 @@ def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: HalfWord
     np.bitwise_or(upper, lower, out=lane)
 
 
-def add_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> None:
+def add_lane(words: Words, number: int, lane: HalfWords) -> None:
     """Set bits `16 * number` and up, which are zero in `words`."""
-    other = scratch.words(words.itemsize, 1, words.size)
+    other = SCRATCH.words(words.itemsize, 1, words.size)
     np.copyto(other, lane)
     np.left_shift(other, words.dtype.type(16 * number), out=other)
     np.bitwise_or(words, other, out=words)
-
-
-def scratch() -> Scratch:
-    """The reused arrays of this thread."""
-    found: Scratch | None = _local.__dict__.get("scratch")
-    if found is None:
-        found = _local.scratch = Scratch()
-    return found
 
 
 def _room(nbytes: int) -> Bytes:
@@ -271,7 +257,6 @@ class PlaneEncoder:
 
     def __init__(self, header: PlanesHeader, extra: bytes = b"") -> None:
         self._header = header
-        self._scratch = scratch()
         blocks = header.nbytes // header.width // header.block_words + 1
         self._out = _room(HEADER_BYTES + len(extra) + header.nbytes + (blocks + 2) * (12 * header.width + 16))
         self._end = 0
@@ -326,11 +311,11 @@ class PlaneEncoder:
                 rest[plane] = _REST_BLOCKS
         if rest[2 * number] and rest[2 * number + 1]:
             nbytes = 2 * words.size
-            copy_lane(words, number, self._space(nbytes).view(np.uint16), self._scratch)
+            copy_lane(words, number, self._space(nbytes).view(np.uint16))
             return _PAIR << 28 | nbytes, _WITH_PREVIOUS << 28
-        lane = self._scratch.lanes[0][: words.size]
-        lane = words if words.itemsize == 2 else copy_lane(words, number, lane, self._scratch)
-        low, high = split_lane(lane, moved, self._scratch)
+        lane = SCRATCH.lanes[0][: words.size]
+        lane = words if words.itemsize == 2 else copy_lane(words, number, lane)
+        low, high = split_lane(lane, moved)
         return self._plane(2 * number, low), self._plane(2 * number + 1, high)
 
     def _worth_it(self, words: Words, plane: int, moved: bool) -> bool:
@@ -338,10 +323,8 @@ class PlaneEncoder:
         if words.size > _SAMPLE_RUNS * _SAMPLE_WORDS:
             starts = np.linspace(0, words.size - _SAMPLE_WORDS, _SAMPLE_RUNS, dtype=int).tolist()
             words = np.concatenate([words[start : start + _SAMPLE_WORDS] for start in starts])
-        sample = split_lane(
-            copy_lane(words, plane // 2, self._scratch.lanes[0][: words.size], self._scratch), moved, self._scratch
-        )[plane % 2]
-        return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)  # type: ignore[arg-type]
+        sample = split_lane(copy_lane(words, plane // 2, SCRATCH.lanes[0][: words.size]), moved)[plane % 2]
+        return bool(len(_COMPRESSOR.compress(memoryview(sample))) <= HOPELESS * sample.size)  # type: ignore[arg-type]
 
     def _plane(self, number: int, plane: Bytes) -> int:
         data: bytes | memoryview = memoryview(plane)  # type: ignore[arg-type]
@@ -349,7 +332,7 @@ class PlaneEncoder:
         if not self._rest[number]:
             if not plane.any():
                 return _ZEROS << 28
-            frame = compress(memoryview(plane), _SETTINGS)  # type: ignore[arg-type]
+            frame = _COMPRESSOR.compress(memoryview(plane))  # type: ignore[arg-type]
             self._paid[number] = len(frame) <= PAYS * plane.size
             if self._paid[number]:
                 kind, data = _FRAME, frame
@@ -379,7 +362,6 @@ class PlaneDecoder:
         self._header = header
         self._stored = np.frombuffer(stored, np.uint8)
         self._at = position
-        self._scratch = scratch()
 
     def decode(self, tail: memoryview, sink: WriteWords = lambda *_: None, out: Words | None = None) -> None:
         """All blocks, then the tail; nothing may be left over.
@@ -391,7 +373,7 @@ class PlaneDecoder:
         count, most = self._header.nbytes // self._header.width, self._header.block_words
         for start in range(0, count, most):
             stop = min(count, start + most)
-            words = self._scratch.words(self._header.width, 3, stop - start) if out is None else out[start:stop]
+            words = SCRATCH.words(self._header.width, 3, stop - start) if out is None else out[start:stop]
             self._block(words, start)
             sink(start, stop, words)
         last = self._take(tail.nbytes, "its tail")
@@ -422,7 +404,7 @@ class PlaneDecoder:
             if number == 0:
                 out[:] = 0 if lane is None else lane
             elif lane is not None:
-                add_lane(out, number, lane, self._scratch)
+                add_lane(out, number, lane)
 
     def _lane(self, number: int, low: int, high: int, count: int) -> HalfWords | None:
         """A lane: where it is stored, or else in scratch; None if it is all zeros."""
@@ -433,8 +415,8 @@ class PlaneDecoder:
         planes = self._plane(low, count, _LOW), self._plane(high, count, _HIGH)
         if planes[0] is planes[1] is None:
             return None
-        lane, moved = self._scratch.lanes[0][:count], self._header.moved and number == self._header.width // 2 - 1
-        join_lane(*planes, moved, lane, self._scratch)
+        lane, moved = SCRATCH.lanes[0][:count], self._header.moved and number == self._header.width // 2 - 1
+        join_lane(*planes, moved, lane)
         return lane
 
     def _plane(self, entry: int, count: int, room: int) -> Bytes | None:
@@ -446,7 +428,7 @@ class PlaneDecoder:
             raise damaged(self._codec, f"a plane of unknown kind {kind}")
         data = self._take(nbytes, "a plane")
         if kind == _FRAME:
-            plane = self._scratch.words(1, room, count)
+            plane = SCRATCH.words(1, room, count)
             decompress_into(self._codec, memoryview(data), memoryview(plane))  # type: ignore[arg-type]
             return plane
         if nbytes != count:

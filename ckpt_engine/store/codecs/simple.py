@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckpt_engine.store.codecs.codec import Chunk
-from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, compress, decompress_into, sample
+from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, Compressor, decompress_into, sample
 
-_SETTINGS = {"compression_level": 1, "write_content_size": 1}
+_COMPRESSOR = Compressor(compression_level=1)
 
 
 class ZstdCodec:
@@ -16,13 +16,12 @@ class ZstdCodec:
 
     def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> bytes | None:  # noqa: ARG002
         """One frame of level 1, or None if it saves less than three in a hundred bytes."""
-        data = data.cast("B")
         tried = sample(data)
-        if len(compress(memoryview(tried), _SETTINGS)) > HOPELESS * len(tried):
+        if len(_COMPRESSOR.compress(memoryview(tried))) > HOPELESS * len(tried):
             return None
-        stored = compress(data, _SETTINGS)
+        stored = _COMPRESSOR.compress(data)
         return stored if len(stored) <= PAYS * data.nbytes else None
 
     def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
         """Decompress one frame of exactly the size of `out`."""
-        decompress_into(self.name, stored, out.cast("B"))
+        decompress_into(self.name, stored, out)

@@ -24,11 +24,11 @@ from ckpt_engine.store.codecs.planes import (
     PlanesHeader,
     base_digest,
 )
-from ckpt_engine.store.codecs.zstd_frames import PAYS, compress, decompress_into
+from ckpt_engine.store.codecs.zstd_frames import PAYS, Compressor, decompress_into
 
 _ROWS_MAGIC = b"CKR1"
 _MORE = struct.Struct("<QQQQ")
-_SETTINGS = {"compression_level": 3, "write_content_size": 1}
+_COMPRESSOR = Compressor(compression_level=3)
 _RAW, _DELTA = 0, 1
 _BLOCK_BYTES = 1 << 19
 _DELTA_PAYS = 2 / 3
@@ -48,7 +48,6 @@ class RowsCodec:
         """At most the changed rows, a bit for each row, and 64 bytes; None if more than half of the rows changed."""
         if base is None or base.nbytes != data.nbytes or not chunk.shape or not chunk.shape[0]:
             return None
-        data, base = data.cast("B"), base.cast("B")
         row_nbytes = data.nbytes // chunk.shape[0]
         if not row_nbytes:
             return None
@@ -58,7 +57,7 @@ class RowsCodec:
         if count > _MOST_CHANGED * len(new):
             return None
         bitmap = np.packbits(changed).tobytes()
-        bitmap = min(bitmap, compress(memoryview(bitmap), _SETTINGS), key=len)
+        bitmap = min(bitmap, _COMPRESSOR.compress(memoryview(bitmap)), key=len)
         touched = memoryview(new[changed].reshape(-1))  # type: ignore[arg-type]
         delta = DeltaCodec().encode(touched, chunk, memoryview(old[changed].reshape(-1)))  # type: ignore[arg-type]
         if delta is not None and delta.nbytes > _DELTA_PAYS * touched.nbytes:
@@ -76,8 +75,7 @@ class RowsCodec:
         """
         if base is None:
             raise damaged(self.name, "the bytes it was made against are missing")
-        stored, out, base = stored.cast("B"), out.cast("B"), base.cast("B")
-        in_place = _address(out) == _address(base)
+        in_place = out is base
         header = PlanesHeader.read(self.name, _ROWS_MAGIC, stored, out.nbytes, None if in_place else base, _MORE)
         row_nbytes, count, map_nbytes, kind = header.more
         if not 1 <= row_nbytes <= out.nbytes or kind not in (_RAW, _DELTA):
@@ -116,10 +114,6 @@ class RowsCodec:
         if bits[rows:].any():
             raise damaged(self.name, "its map is longer than its rows")
         return np.flatnonzero(bits[:rows].view(np.bool_))
-
-
-def _address(data: memoryview) -> int:
-    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 def _rows(data: memoryview, row_nbytes: int) -> Bytes:

@@ -6,7 +6,6 @@ Each thread compresses with a context of its own. Decompressing trusts nothing t
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 
 import zstandard
 
@@ -17,22 +16,27 @@ PAYS = 0.97
 HOPELESS = 0.99
 """Samples that compress worse than this end the attempt: short runs compress a little worse than the whole."""
 _RUNS, _RUN_BYTES = 8, 1 << 10
-_local = threading.local()
 
 
-def compress(data: memoryview, settings: Mapping[str, int]) -> bytes:
-    """One frame that states its size; releases the GIL.
+class Compressor(threading.local):
+    """Makes frames that state their size, with a context of its own on each thread.
 
     Args:
-        settings: arguments of `zstandard.ZstdCompressionParameters`; contexts are kept by the identity of this mapping,
-            so pass constants.
+        settings: arguments of `zstandard.ZstdCompressionParameters`.
     """
-    contexts: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
-    context = contexts.get(id(settings))
-    if context is None:
-        parameters = zstandard.ZstdCompressionParameters(**settings)
-        context = contexts[id(settings)] = zstandard.ZstdCompressor(compression_params=parameters)
-    return context.compress(data)
+
+    def __init__(self, **settings: int) -> None:
+        parameters = zstandard.ZstdCompressionParameters(write_content_size=1, **settings)
+        self.compress = zstandard.ZstdCompressor(compression_params=parameters).compress
+        """One frame of some bytes; releases the GIL."""
+
+
+class _Decompressor(threading.local):
+    def __init__(self) -> None:
+        self.open = zstandard.ZstdDecompressor().stream_reader
+
+
+_DECOMPRESSOR = _Decompressor()
 
 
 def decompress_into(codec: str, stored: memoryview, out: memoryview) -> None:
@@ -44,15 +48,12 @@ def decompress_into(codec: str, stored: memoryview, out: memoryview) -> None:
     Raises:
         CorruptError: `stored` is not one whole frame of that size.
     """
-    context: zstandard.ZstdDecompressor | None = _local.__dict__.get("decompressor")
-    if context is None:
-        context = _local.decompressor = zstandard.ZstdDecompressor()
     try:
         # Checked first: what is not known to fit is decoded in steps, through memory of the library.
         claimed = zstandard.frame_content_size(stored)
         if claimed != out.nbytes:
             raise damaged(codec, f"a frame of {claimed} bytes where {out.nbytes} belong")
-        with context.stream_reader(stored, read_across_frames=True) as reader:
+        with _DECOMPRESSOR.open(stored, read_across_frames=True) as reader:
             if reader.readinto(out) != out.nbytes:
                 raise damaged(codec, f"a frame of {out.nbytes} bytes ends early")
             if reader.read(1):

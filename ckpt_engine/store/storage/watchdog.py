@@ -183,7 +183,7 @@ class StuckCallRunner:
                 raise call.error
             return cast("T", call.value)
         finally:
-            del call  # its error refers to this frame
+            call.error = None  # it refers to this frame
 
     def last(self, work: Callable[[], object]) -> bool:
         """Run `work`, which raises nothing, at the end of the hanging call, if there is one; whether there is."""
@@ -213,9 +213,12 @@ class StuckCallRunner:
                     continue
             error = give_up(self._error(call))  # without the lock: it may emit events
             if error is not None:
-                if self._leave(call):
+                if not self._leave(call):
+                    return
+                try:
                     raise error
-                return
+                finally:
+                    del error  # it refers to this frame
             with self._changed:
                 if not call.done:
                     self._changed.wait(min(_LOOK_SECONDS, STALL_SECONDS))

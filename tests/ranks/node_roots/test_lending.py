@@ -179,4 +179,4 @@ def test_what_is_read_at_once_is_small(borrower: FolderClient) -> None:
     """A large request is several, and one that is too large is refused."""
     assert folder_service.MOST_BYTES * folder_service.AT_ONCE <= 64 << 20
     with pytest.raises(StorageError, match="not lent"):
-        borrower._read(NAME, 0, memoryview(bytearray(folder_service.MOST_BYTES + 1)))
+        borrower._ask({"what": "read", "name": NAME, "start": 0, "nbytes": folder_service.MOST_BYTES + 1})

@@ -178,7 +178,7 @@ def test_one_process_is_not_given_the_share_of_a_rank(tmp_path: Path) -> None:
     host = Host(root, 2)
     host.until_step(5)
     host.kill()
-    reply = control.ask(str(root), {"what": control.SNAPSHOT}, 60.0)
+    reply = control.ask(str(root), {"what": control.Question.SNAPSHOT}, 60.0)
     assert reply is not None
     assert reply.body["snapshot"] is None
     assert "share" in reply.body["why"]
@@ -242,7 +242,7 @@ def failing(root: Path, *, with_newest: list[int]) -> tuple[list[Checkpointer], 
         handles = [made[rank].save(state_of(step, rank), step=step, durable=step == 3) for rank in ranks]
         for handle in handles:
             handle.wait(60)
-    replies = [control.ask(str(root), {"what": control.STATUS}, 60.0, rank) for rank in range(2)]
+    replies = [control.ask(str(root), {"what": control.Question.STATUS}, 60.0, rank) for rank in range(2)]
     return made, [psutil.Process(reply.body["pid"]) for reply in replies if reply is not None]
 
 

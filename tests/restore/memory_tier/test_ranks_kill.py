@@ -51,7 +51,7 @@ def lines(trace: str, rank: int) -> list[str]:
 
 def newest(job: dict[str, Any], rank: int) -> int:
     """The step of the newest snapshot in the memory of a rank's writer; -1: none."""
-    reply = control.ask(job["root"], {"what": control.STATUS}, 5.0, rank)
+    reply = control.ask(job["root"], {"what": control.Question.STATUS}, 5.0, rank)
     snapshot = reply.body["held"] if reply is not None else None
     return int(snapshot["step"]) if snapshot is not None else -1
 

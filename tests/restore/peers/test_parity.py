@@ -122,7 +122,7 @@ def serve(writer: Writer, snapshot: str) -> None:
     """Answer as when the trainer is gone."""
 
     def answer(request: Body) -> Reply | None:
-        if request["what"] == control.PARITY:
+        if request["what"] == control.Question.PARITY:
             found = writer.peers.parity.get(request["snapshot"])
             assert found is not None
             said = [asdict(share) for share in found.shares]

@@ -10,8 +10,8 @@ from ckpt_engine.copy.job import RankConfig, to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.ranks.world import neighbours
 from ckpt_engine.store.names import session_id
-from ckpt_engine.writer import messages
 from ckpt_engine.writer.memory_snapshots import MessageDecoder, StagedJob
+from ckpt_engine.writer.messages import Kind
 from ckpt_engine.writer.peers import Peers
 from tests.writer.staged import WAIT_SECONDS, Stage
 
@@ -55,7 +55,7 @@ class Writer:
         """A snapshot of `step` is in memory; its id."""
         snapshot = session_id(SECRET, step, step)
         job = dataclasses.replace(self.stage.job(step), snapshot=snapshot, rank=self.ranks.rank)
-        order = self.intake.take({"kind": messages.HOLD, "job": to_json(job)})
+        order = self.intake.take({"kind": Kind.HOLD, "job": to_json(job)})
         assert order is not None
         self.orders.append(order)
         self.peers.offer(order)
@@ -74,17 +74,16 @@ class Writer:
 
     @property
     def mirrored(self) -> list[str]:
-        return [one["snapshot"] for one in self.said if one["kind"] == messages.MIRRORED]
+        return [one["snapshot"] for one in self.said if one["kind"] == Kind.MIRRORED]
 
     @property
     def notices(self) -> list[str]:
-        return [one["event"]["message"] for one in self.said if one["kind"] == messages.EVENT]
+        return [one["event"]["message"] for one in self.said if one["kind"] == Kind.EVENT]
 
     def close(self) -> None:
         self.peers.close()
         self.join()
-        for order in self.orders:
-            order.release()
+        self.orders.clear()
         self.intake.close()
 
 

@@ -61,12 +61,11 @@ def test_one_step_of_torch_takes_a_third(
 def test_weights_are_predicted_to_the_last_bit(options: dict[str, bool]) -> None:
     """All but those whose square root torch's vector library rounds wrong: on some processors every sixth root."""
     from ckpt_engine.store.codecs.adam import AdamStep, predict_weights
-    from ckpt_engine.store.codecs.planes import scratch
 
     steps = one_step(**options)
     numbers = AdamStep(**{**steps.numbers, "step": int(steps.numbers["step"])})
     new, old = ({r: np.frombuffer(d, np.float32) for r, d in s.items()} for s in (steps.new, steps.old))
-    predicted = predict_weights(old["p"], new["m"], new["v"], numbers, scratch())
+    predicted = predict_weights(old["p"], new["m"], new["v"], numbers)
     off = predicted.view(np.uint32) != new["p"].view(np.uint32)
     roots = torch.from_numpy(new["v"].copy()).sqrt().numpy()
     assert not np.any(off & (roots == np.sqrt(new["v"])))

@@ -34,7 +34,7 @@ def begin(repository: Repository, days: float, say: Callable[[str], object]) -> 
     """
     repository.create_if_absent(days)
     able = repository.storage.capabilities
-    if days and able.folder is None:
+    if days and able.locks is None:
         why = able.retain(()) if able.retain is not None else "its client sets no Object Lock"
         if why is not None:
             say(

@@ -39,7 +39,7 @@ def test_the_schema_lists_every_option_with_its_meaning(ckpt: Ckpt) -> None:
     assert tuple(schema["properties"]) == OPTION_NAMES
     assert schema["required"] == ["tiers"]
     sections = list(_objects(schema))
-    assert len(sections) == 14
+    assert len(sections) == 16
     for section in sections:
         assert section["additionalProperties"] is False
         assert all(option.get("description") for option in section["properties"].values())

@@ -259,7 +259,7 @@ def test_what_a_recipient_has_changed_is_refused_but_in_data_files(tmp_path: Pat
 
 
 def test_an_older_state_that_somebody_puts_back_is_not_noticed(tmp_path: Path, key: str) -> None:
-    """The page on sealed runs says so: it was signed, and nothing inside the store shows what was removed since."""
+    """The page on sealed runs says so: it was signed, and what is gone leaves no trace."""
     storage = filled(tmp_path / "run", key=key)
     pin = tmp_path / f"run/pins/{ID}.json"
     before = pin.read_bytes()

@@ -171,12 +171,9 @@ class Cadence:
         self._paused = 0.0
         self._next = step + 1
         self._account.training_seconds += seconds
-        add = self._steps.add_disturbed if self._disturbed else self._steps.add_clean
-        if count == 1:
-            add(seconds)
-        else:
-            for _ in range(min(count, CLEAN_WINDOW)):
-                add(seconds / count)
+        for _ in range(min(count, CLEAN_WINDOW)):
+            add = self._steps.add_disturbed if self._disturbed else self._steps.add_clean
+            add(seconds / count)
         if step < self._wake_step and now < self._wake_time:
             return None
         return self._wake(step, now)

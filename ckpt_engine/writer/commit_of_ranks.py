@@ -300,10 +300,7 @@ class Gather:
             # Others are given as long for their copy.
             until = 2 * time.monotonic() - began + self.ranks.wait_seconds
             mine = part_records.of_manifest(manifest)
-            others = _other_parts(
-                storage, mine, range(mine.size), GATHER_LOOKS, lambda: until, self._pause, self._counts
-            )
-            whole = part_records.merge([mine, *others])
+            whole = part_records.merge([mine, *self._others(storage, mine, until)])
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
@@ -321,6 +318,9 @@ class Gather:
                 part_records.remove(storage, other, ranks)
         with suppress(StorageExistsError):
             storage.put(names.wanted_name(snapshot), [memoryview(b"{}\n")])
+
+    def _others(self, storage: Storage, mine: PartRecord, until: float) -> list[PartRecord]:
+        return _other_parts(storage, mine, range(mine.size), GATHER_LOOKS, lambda: until, self._pause, self._counts)
 
     def _counts(self, part: PartRecord) -> bool:
         """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""

@@ -74,6 +74,7 @@ def test_without_any_run_the_error_names_the_three_ways(ckpt: Ckpt) -> None:
         "cp",
         "import",
         "prove",
+        "keys",
     }
     for verb in VERBS.keys() - quiet:
         done = ckpt(verb, *(["out.pt", "--to", "torch"] if verb == "export" else []))

@@ -170,15 +170,15 @@ def test_forgotten_while_its_data_is_read(run_folder: Any, arrays: Any, ckpt: Ck
     """Manifests go first, then data: missing data with its manifest gone too is retention at work."""
     snapshot = run_folder.add(1, arrays)
     repository = Repository(open_storage(run_folder.path))
-    read = repository.read
+    read = repository.read_object
 
-    def read_then_forget(name: str) -> Any:
-        manifest = read(name)
-        run_folder.manifest_file(name).unlink()
-        run_folder.data_file(name).unlink()
-        return manifest
+    def read_then_forget(name: str, snapshot: str) -> Any:
+        found = read(name, snapshot)
+        run_folder.manifest_file(snapshot).unlink()
+        run_folder.data_file(snapshot).unlink()
+        return found
 
-    repository.read = read_then_forget  # type: ignore[method-assign,assignment]
+    repository.read_object = read_then_forget  # type: ignore[method-assign,assignment]
     assert Checker(repository, lambda nbytes: None).check(snapshot).forgotten
 
 

@@ -34,7 +34,7 @@ class Edit(Callback):
             return
         replace_text(self.path, text)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while file._found is None:
+        while not file._found:
             assert time.monotonic() < deadline
             time.sleep(0.005)
 

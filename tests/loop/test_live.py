@@ -39,7 +39,7 @@ def test_an_edited_file_changes_a_loop_at_its_next_step(
                     replace_text(path, text + "every_n_steps: 2\nslots: 5\n")
                     deadline = time.monotonic() + PATIENCE_SECONDS
                     assert ckpt.engine.live is not None
-                    while ckpt.engine.live._found is None:
+                    while not ckpt.engine.live._found:
                         assert time.monotonic() < deadline
                         time.sleep(0.005)
     steps = [one.step for one in saved(tmp_path / "run")]

@@ -89,13 +89,13 @@ def test_pieces_cover_an_entry_exactly(shape: list[int], item: int, piece: int, 
     found = cut(EntryLayout("x", "int8", tuple(shape), "I8", offset, nbytes), most_bytes=piece)
     position = offset
     for extent in found:
-        assert extent.offset == position
-        assert 0 < extent.nbytes <= piece
-        position += extent.nbytes
+        assert extent.start == position
+        assert position < extent.stop <= position + piece
+        position = extent.stop
     assert position == offset + nbytes
     row_bytes = nbytes // shape[0] if shape and shape[0] else nbytes
     if 0 < row_bytes <= piece:
-        assert all((extent.offset - offset) % row_bytes == 0 for extent in found)
+        assert all((extent.start - offset) % row_bytes == 0 for extent in found)
         assert len(found) <= math.ceil(nbytes / (piece // row_bytes * row_bytes))
 
 
@@ -108,7 +108,7 @@ def part_of(rows: int, whole_rows: int, row_bytes: int = 4096, name: str = "part
 def test_a_part_of_an_array_has_some_sixteen_pieces(rows: int, row_bytes: int) -> None:
     """Sixteenths, of whole rows where those are small, of at least 128 KiB and at most 16 MiB."""
     part = part_of(rows, rows * 2, row_bytes)
-    sizes = [extent.nbytes for extent in cut(part)]
+    sizes = [extent.stop - extent.start for extent in cut(part)]
     assert sum(sizes) == part.nbytes
     assert not any(nbytes % 4 for nbytes in sizes)
     assert max(sizes) <= min(max(part.nbytes // 16 + 4096, LEAST_PIECE_BYTES), PIECE_BYTES)

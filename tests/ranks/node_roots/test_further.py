@@ -293,5 +293,5 @@ def test_what_leaders_of_another_job_say_does_not_count(tmp_path: Path) -> None:
         if len(looks) == 2:
             part_records.put(storage, second)
 
-    assert commit_of_ranks.Gather(job, pause)._others(storage, first, 60.0) == [second]
+    assert commit_of_ranks.Gather(job, pause)._others(storage, first, time.monotonic() + 60.0) == [second]
     assert len(looks) == 2

@@ -42,7 +42,7 @@ NEEDED: dict[type[Section], dict[str, Any]] = {
 """What is given beside the key in question."""
 INSTEAD = {"http": "file", "command": "file"}
 """Keys in the place of one that is needed."""
-FATAL = frozenset({"tiers", "url", "quota", "min_free", "storage_options"})
+FATAL = frozenset({"tiers", "url", "quota", "min_free", "storage_options", "seal", "parity"})
 """Keys whose values may leave no place or no room: never together with others."""
 
 

@@ -67,6 +67,7 @@ class SealedFile:
 
     Args:
         header: what it begins with.
+        cipher: with the key that no other object has.
         nbytes: of what is sealed.
         size: of the object, without a signature.
     """
@@ -159,6 +160,11 @@ class SealedBlocks(MemoryBlocks, Sequence[memoryview]):
         return room
 
 
+def _require_end(where: str, found: int, needed: int) -> None:
+    if found < needed:
+        raise CorruptError(f"{where} ends at byte {found}, needed up to {needed}")
+
+
 @lru_cache(maxsize=64)
 def ring_of(_url: str, options: str, key: str | None) -> KeyRing:
     """The keys of a place, which all storages of this process share that are opened at it."""
@@ -218,6 +224,11 @@ class SealedStorage(WrapperStorage):
         return bytes(whole[start:][:nbytes])
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
+        if is_signed(name):
+            part = self.get(name, start, out.nbytes)
+            _require_end(f"{self.url}/{name}", start + len(part), start + out.nbytes)
+            out.cast("B")[:] = part
+            return
         try:
             self._fill(self._known(name), start, out.cast("B"))
         except CorruptError:  # of what was replaced the header is another one
@@ -242,8 +253,7 @@ class SealedStorage(WrapperStorage):
 
     def _fill(self, file: SealedFile, start: int, out: memoryview) -> None:
         end = start + len(out)
-        if end > file.nbytes:
-            raise CorruptError(f"{self.url}/{file.name} ends at byte {file.nbytes}, needed up to {end}")
+        _require_end(f"{self.url}/{file.name}", file.nbytes, end)
         first = (_HEADER.size + start) // _ROOM_BYTES * CHUNK_BYTES
         last = min(file.size, ((_HEADER.size + end - 1) // _ROOM_BYTES + 1) * CHUNK_BYTES)
         nbytes = min(_BATCH_BYTES, last - first)

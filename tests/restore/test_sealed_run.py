@@ -176,6 +176,7 @@ def test_keys_are_made_shown_and_rotated(tmp_path: Path, key: str, capsys: pytes
     seal = {"key": key, "sign": new, "to": [recipient], "signed_by": signed_by}
     yaml.write_text(json.dumps({"tiers": str(root), "seal": seal}))
     assert ckpt("keys", "rotate", yaml) == 0
+    assert ckpt("keys", "rotate", yaml) == 0, "what is rotated already stays"
     assert {path: path.read_bytes() for path in before if path.name != names.LEASE} == {
         path: text for path, text in before.items() if path.name != names.LEASE
     }

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from ckpt_engine.errors import SealError
+from ckpt_engine.store.repository import RunRecord, encode_record
 from ckpt_engine.store.storage.seal_keys import KeyPair
 from tests.store.test_sealed import OBJECTS, accepted, filled, key, sealed  # noqa: F401
 
 WAIT_SECONDS = 60
+PUT = {**OBJECTS, "ckpt.json": encode_record(RunRecord("run", 1.0))}
 MORTAL = """
 import os, signal, sys
 from ckpt_engine.cli.main import main
@@ -58,7 +60,7 @@ def files(root: Path) -> dict[str, bytes]:
 def opened(root: Path, **options: Any) -> set[str]:
     """The objects that these keys open, each as it was put."""
     found = accepted(sealed(root, **options))
-    assert found.items() <= OBJECTS.items()
+    assert found.items() <= PUT.items()
     return set(found)
 
 
@@ -71,7 +73,7 @@ def test_a_rotation_that_is_killed_loses_nothing_and_is_ended_by_the_same_comman
     new, stranger = str(tmp_path / "new-key"), str(tmp_path / "stranger")
     signers = [KeyPair.read(key).recipient, KeyPair.make(new).recipient]
     KeyPair.make(stranger)
-    filled(was, key=key)
+    filled(was, key=key).put("ckpt.json", [memoryview(PUT["ckpt.json"])], exclusive=False)
     seal = {"key": key, "to": signers[1:], "sign": new, "signed_by": signers[:1]}
     yaml.write_text(json.dumps({"tiers": str(root), "seal": seal}))
     before, call, changed = files(was), 0, set[int]()
@@ -85,13 +87,13 @@ def test_a_rotation_that_is_killed_loses_nothing_and_is_ended_by_the_same_comman
         changed.add(len(wrapped))
         assert all(name.startswith("keys/") and name != "keys/root" for name in wrapped)
         by_old, by_new = opened(root, key=key), opened(root, key=new)
-        assert by_old | by_new == OBJECTS.keys() and not by_old & by_new
+        assert by_old | by_new == PUT.keys() and not by_old & by_new
         assert not opened(root, key=stranger, signed_by=signers)
         assert opened(root, key=new, signed_by=signers) == by_new
         if status == 0:
             break
         assert rotate(yaml, 0) == 0
-        assert opened(root, key=new) == OBJECTS.keys() and not opened(root, key=key)
+        assert opened(root, key=new) == PUT.keys() and not opened(root, key=key)
         after = files(root)
         assert {name: after[name] for name in before if not name.startswith("keys/")} == {
             name: text for name, text in before.items() if not name.startswith("keys/")

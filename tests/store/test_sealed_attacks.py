@@ -147,7 +147,7 @@ def test_no_way_to_read_passes_the_signature(tmp_path: Path, key: str, name: str
     path.write_bytes(good)
     sealed(tmp_path / "run", key=key).get_into(name, 0, out)
     assert bytes(out) == OBJECTS[name]
-    with pytest.raises(CorruptError, match="ends at byte"):
+    with pytest.raises(CorruptError, match="ends before byte"):
         sealed(tmp_path / "run", key=key).get_into(name, 1, out)
 
 

@@ -68,15 +68,14 @@ def _data_of(text: str, prefix: str, nbytes: int, what: str) -> bytes:
 def _printed_by(command: Sequence[str]) -> str:
     """What a command prints, without a shell. No error has any of it, as it may be a secret."""
     with suppress(subprocess.SubprocessError):  # which has what it printed
-        done = subprocess.run(
+        return subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=_COMMAND_SECONDS,
             check=True,
-        )
-        return done.stdout.decode(errors="replace")
+        ).stdout.decode(errors="replace")
     raise ConfigError(
         f"{command[0]} gave no key: it failed, or took more than {_COMMAND_SECONDS:.0f} s",
         hint="run the command that seal names, to see why",

@@ -160,11 +160,6 @@ class SealedBlocks(MemoryBlocks, Sequence[memoryview]):
         return room
 
 
-def _require_end(where: str, found: int, needed: int) -> None:
-    if found < needed:
-        raise CorruptError(f"{where} ends at byte {found}, needed up to {needed}")
-
-
 @lru_cache(maxsize=64)
 def ring_of(_url: str, options: str, key: str | None) -> KeyRing:
     """The keys of a place, which all storages of this process share that are opened at it."""
@@ -226,7 +221,8 @@ class SealedStorage(WrapperStorage):
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         if is_signed(name):
             part = self.get(name, start, out.nbytes)
-            _require_end(f"{self.url}/{name}", start + len(part), start + out.nbytes)
+            if len(part) < out.nbytes:
+                raise CorruptError(f"{self.url}/{name} ends before byte {start + out.nbytes}")
             out.cast("B")[:] = part
             return
         try:
@@ -253,7 +249,8 @@ class SealedStorage(WrapperStorage):
 
     def _fill(self, file: SealedFile, start: int, out: memoryview) -> None:
         end = start + len(out)
-        _require_end(f"{self.url}/{file.name}", file.nbytes, end)
+        if end > file.nbytes:
+            raise CorruptError(f"{self.url}/{file.name} ends at byte {file.nbytes}, needed up to {end}")
         first = (_HEADER.size + start) // _ROOM_BYTES * CHUNK_BYTES
         last = min(file.size, ((_HEADER.size + end - 1) // _ROOM_BYTES + 1) * CHUNK_BYTES)
         nbytes = min(_BATCH_BYTES, last - first)

@@ -52,7 +52,7 @@ def rotate(root: str) -> None:
                 f"{tier.url} has no seal.to: who is to open it?",
                 hint="name a ckpt.yaml whose seal.to has all recipients",
             )
-        with acquire(storage):
+        with acquire(storage, is_rotating=True):
             print_text(
                 f"{count(rotate_keys(), 'key')} wrapped for {count(len(tier.seal.to), 'recipient')} at {tier.url}"
             )

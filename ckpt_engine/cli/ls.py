@@ -19,16 +19,14 @@ from ckpt_engine.cli.output import (
     print_text,
     say_waiting,
 )
-from ckpt_engine.cli.root import open_run, root_argument, storage_options
+from ckpt_engine.cli.root import open_run, options_of, root_argument, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
 from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage import open_storage
 from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches, pin_of
-from ckpt_engine.tools.stored_run import Run, runs_below
+from ckpt_engine.tools.stored_run import Run, repository_of, runs_below
 
 
 @click.command("ls", short_help="List the snapshots of a run, and where they are.")
@@ -55,9 +53,10 @@ def command(root: str, lines: bool, as_json: bool) -> None:
 def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
     """Of each run how far it is; one that cannot be read has its error instead."""
     rows, facts = list[dict[str, Any]](), dict[str, Any]()
+    tier = options_of(root).tiers[0]
     for folder in folders:
         try:
-            place = Repository(open_storage(folder))
+            place = repository_of(tier.model_copy(update={"url": str(folder)}))
             place.record()
             found = place.scan().snapshots
             newest = found[-1] if found else None

@@ -71,8 +71,8 @@ class SealOptions(TypedDict, total=False):
     """The section `seal`."""
 
     to: Sequence[str]
-    sign: str
-    key: str
+    sign: str | Sequence[str]
+    key: str | Sequence[str]
     signed_by: Sequence[str]
 
 

@@ -352,6 +352,11 @@ def parse_command(value: object) -> list[str]:
     return [nonempty_text(value[0]), *value[1:]]
 
 
+def _key_source(value: object) -> str | list[str]:
+    """The path of a file, or a program and its arguments."""
+    return _file_path(value) if isinstance(value, str) else parse_command(value)
+
+
 def parse_headers(value: object) -> dict[str, str]:
     if not isinstance(value, dict):
         raise ValueError("must be a mapping of names to texts")
@@ -412,6 +417,18 @@ Share = Annotated[
                 {"type": "string", "pattern": r"^\s*[0-9.eE+-]+\s*%?\s*$"},
             ],
             "examples": ["1%", 0.01],
+        }
+    ),
+]
+KeySource = Annotated[
+    str | tuple[str, ...],
+    checked(_key_source),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            ]
         }
     ),
 ]

@@ -21,6 +21,7 @@ from ckpt_engine.config.option_types import (
     Duration,
     FilePath,
     Flag,
+    KeySource,
     Patterns,
     Size,
     Text,
@@ -185,11 +186,13 @@ class Seal(Section):
     to: tuple[Text, ...] = Field(
         default=(), description="Recipients, as `ckpt keys show` prints them; none: the one of key, else of sign."
     )
-    sign: FilePath | None = Field(default=None, description="File of the key that signs; not given: key.")
-    key: FilePath | None = Field(
+    sign: KeySource | None = Field(
+        default=None, description="File of the key that signs, or a command that prints it; not given: key."
+    )
+    key: KeySource | None = Field(
         default=None,
-        description="File of the key that opens; not given: the file that $CKPT_KEY_FILE names. "
-        "A trainer that only writes needs none.",
+        description="File of the key that opens, or a command that prints it; not given: the file that $CKPT_KEY_FILE "
+        "names. A trainer that only writes needs none.",
     )
     signed_by: tuple[Text, ...] = Field(
         default=(), description="Recipients whose signature is accepted; none: the one of sign, else of key."

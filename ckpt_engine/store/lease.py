@@ -12,12 +12,12 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Self
 
-from ckpt_engine.errors import CkptError, LeaseHeldError
+from ckpt_engine.errors import CkptError, LeaseHeldError, SealError
 from ckpt_engine.store import names
 from ckpt_engine.store.lease_holder import Lease, LeaseHolder, parse_holder
 from ckpt_engine.store.lock_scope import lockable
@@ -40,10 +40,14 @@ def acquire(
     holder: LeaseHolder | None = None,
     wait_seconds: float = 0.0,
     *,
+    is_rotating: bool = False,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Lease:
     """Take the lease of the run in `storage`, waiting at most `wait_seconds` for its holder to give it back.
+
+    Args:
+        is_rotating: it may be sealed so that this process does not open it, as an interrupted rotation leaves it.
 
     Raises:
         LeaseHeldError: naming the holder.
@@ -51,7 +55,8 @@ def acquire(
         StorageError: read-only, full, or not a folder.
         CorruptError: the lease file is a link or a pipe: it is neither followed nor written.
     """
-    Repository(storage).record()
+    with suppress(SealError) if is_rotating else nullcontext():
+        Repository(storage).record()
     holder, timing = holder or LeaseHolder.current(), Timing(clock=clock, pause=pause)
     try:
         folder = lockable(storage)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError, StorageMissingError
+from ckpt_engine.store import names
 from ckpt_engine.store.container import ALGORITHM, T, digest
 from ckpt_engine.store.json_checks import reading
 from ckpt_engine.store.storage.base import Storage
@@ -70,9 +71,11 @@ def parsed(text: bytes, where: str, kind: type[T], hint: str) -> T:
 
     Raises:
         CorruptError: it has none: a field is missing, of another type or out of range.
+        SealError: it is sealed.
     """
     with reading(f"{where} is damaged", hint):
         try:
             return msgspec.convert(unseal(text, where), kind)
         except FormatError as err:
+            names.refuse_sealed(text)
             raise CorruptError(err.message, hint=hint) from err

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_engine.config import Config
-from ckpt_engine.errors import CkptError, StorageMissingError
+from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.resume_report import Replay, replay_of
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.observe.units import age
@@ -17,7 +17,7 @@ from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.tools.live_run import LiveWriter
 from ckpt_engine.tools.recorded_attempts import history_of
-from ckpt_engine.tools.stored_run import repository_of
+from ckpt_engine.tools.stored_run import find_run, repository_of
 from ckpt_engine.writer.run_records import WORKING, TierStatus, WriterStatus, read_status
 
 T = TypeVar("T")
@@ -86,6 +86,7 @@ def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
 
     Raises:
         StorageMissingError: there is no run.
+        SealError: it is sealed, and there is no key.
         CkptError: no tier answers.
     """
     repositories = list(map(repository_of, config.tiers))
@@ -109,9 +110,7 @@ def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
     ]
     tiers += [TierReading(tier.url, None, None, None, tier) for tier in statuses.values()]
     if status is None and live is None and not any(tier.newest or tier.error for tier in tiers):
-        raise StorageMissingError(
-            f"no run at {tiers[0].url}", hint="check the path; a run starts with its first snapshot"
-        )
+        find_run(config.root_url, config, say)  # says what is wrong, where something is
     holder = read_holder(near.storage) if near else None
     spent = history.spent if history is not None and history.attempts else None
     return RunReading(tuple(tiers), holder, status, tuple(unread), live, spent, replay_of(config.root_url))

@@ -176,6 +176,7 @@ def test_keys_are_made_shown_and_rotated(tmp_path: Path, key: str, capsys: pytes
     seal = {"key": key, "sign": new, "to": [recipient], "signed_by": signed_by}
     yaml.write_text(json.dumps({"tiers": str(root), "seal": seal}))
     assert ckpt("keys", "rotate", yaml) == 0
+    assert ckpt("keys", "rotate", yaml) == 0, "what is rotated already stays"
     assert {path: path.read_bytes() for path in before if path.name != names.LEASE} == {
         path: text for path, text in before.items() if path.name != names.LEASE
     }
@@ -250,10 +251,30 @@ def test_what_commands_do_with_a_plain_run_they_do_with_a_sealed_one(
     capsys.readouterr()
     assert ckpt("prune", yaml) == 0
     assert "protected until" in capsys.readouterr().out
-    for command in ("ls", "show", "verify", "repair", "scrub", "prune"):
-        assert ckpt(command, places[0]) != 0, command
-        assert "CKPT405" in capsys.readouterr().err, command
+    page = str(tmp_path / "page.html")
+    for command in (
+        ["ls"],
+        ["status"],
+        ["status", "--json"],
+        ["report", "--html", page],
+        ["goodput"],
+        ["plan"],
+        ["show"],
+        ["verify"],
+        ["repair"],
+        ["scrub"],
+        ["prune"],
+        ["compact"],
+    ):
+        assert ckpt(command[0], places[0], *command[1:]) != 0, command
+        seen = "".join(capsys.readouterr())
+        assert "CKPT405" in seen and KEY_VARIABLE in seen, (command, seen)
+    assert not Path(page).exists()
+    assert ckpt("ls", tmp_path) == 0
+    assert "CKPT405" in capsys.readouterr().out
     monkeypatch.setenv(KEY_VARIABLE, key)
+    assert ckpt("ls", tmp_path) == 0
+    assert "CKPT405" not in capsys.readouterr().out
     assert ckpt("fork", f"{places[0]}#2", tmp_path / "fork") == 0
     assert ckpt("verify", tmp_path / "fork") == 0
     assert (tmp_path / "fork/ckpt.json").read_bytes().startswith(names.SEALED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from contextlib import suppress
@@ -48,6 +49,8 @@ _CHECK_BYTES = 4
 _KEY_BYTES = 32
 _WRAP_BYTES = 1088 + 32 + _KEY_BYTES + 16
 """Both encapsulations, and the key with its tag."""
+_COMMAND_SECONDS = 60.0
+"""How long a command may take that prints a key."""
 
 
 def _text_of(data: bytes) -> str:
@@ -60,6 +63,23 @@ def _data_of(text: str, prefix: str, nbytes: int, what: str) -> bytes:
         if text == prefix + _text_of(data[:-_CHECK_BYTES]) and len(data) == nbytes + _CHECK_BYTES:
             return data[:-_CHECK_BYTES]
     raise ConfigError(f"{what} begins with {prefix} and is copied whole: this is none", hint="`ckpt keys show FILE`")
+
+
+def _printed_by(command: Sequence[str]) -> str:
+    """What a command prints, without a shell. No error has any of it, as it may be a secret."""
+    with suppress(subprocess.SubprocessError):  # which has what it printed
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_COMMAND_SECONDS,
+            check=True,
+        ).stdout.decode(errors="replace")
+    raise ConfigError(
+        f"{command[0]} gave no key: it failed, or took more than {_COMMAND_SECONDS:.0f} s",
+        hint="run the command that seal names, to see why",
+    )
 
 
 def parse_recipient(text: str) -> tuple[MLKEM768X25519PublicKey, Ed25519PublicKey]:
@@ -92,16 +112,18 @@ class KeyPair:
         return cls(MLKEM768X25519PrivateKey(kem, agreement), signing, _RECIPIENT + _text_of(public))
 
     @classmethod
-    def read(cls, path: str) -> Self:
-        """The keys in a file.
+    def read(cls, source: str | Sequence[str]) -> Self:
+        """The keys in a file, or in what a command prints.
 
         Raises:
             ConfigError: it has none.
-            StorageError: it cannot be read.
+            StorageError: it cannot be read or called.
         """
-        with translating("read the key", path), Path(path).expanduser().open(errors="replace") as file:
-            lines = [line.strip() for line in file if not line.startswith("#")]
-        return cls.of(_data_of("".join(lines), _SECRET, _SECRET_BYTES, f"{path}: the text of a key"))
+        where = source if isinstance(source, str) else source[0]
+        with translating("read the key", where):
+            text = Path(where).expanduser().read_text(errors="replace") if where == source else _printed_by(source)
+        lines = [line.strip() for line in text.splitlines() if not line.startswith("#")]
+        return cls.of(_data_of("".join(lines), _SECRET, _SECRET_BYTES, f"{where}: the text of a key"))
 
     @classmethod
     def make(cls, path: str) -> Self:
@@ -125,8 +147,8 @@ class KeyRing:
 
     Args:
         to: recipients; none: that of `key`, else of `sign`.
-        sign: file of the key that signs; None: `key`.
-        key: file of the key that opens; None: nothing can be opened but what this process has sealed.
+        sign: file of the key that signs, or a command that prints it; None: `key`.
+        key: the same of the key that opens; None: nothing can be opened but what this process has sealed.
         signed_by: recipients whose signatures count; none: the signer's own.
 
     Attributes:
@@ -137,7 +159,11 @@ class KeyRing:
     """
 
     def __init__(
-        self, to: Sequence[str] = (), sign: str | None = None, key: str | None = None, signed_by: Sequence[str] = ()
+        self,
+        to: Sequence[str] = (),
+        sign: str | Sequence[str] | None = None,
+        key: str | Sequence[str] | None = None,
+        signed_by: Sequence[str] = (),
     ) -> None:
         self._pair = KeyPair.read(key) if key else None
         self._signer = KeyPair.read(sign) if sign else self._pair

@@ -140,11 +140,7 @@ def test_only_writing_needs_the_library(place: ParityPlace, tmp_path: Path) -> N
     command = [sys.executable, "-c", WITHOUT_LIBRARY, str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 1
-    assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .endswith("ConfigError: parity needs pyeclib (pip install 'ckpt-engine[parity]')")
-    )
+    assert "ConfigError: [CKPT100] parity needs pyeclib → pip install 'ckpt-engine[parity]'" in done.stderr
     assert ParityPlace(str(tmp_path / "run")).was == place.was
 
 

@@ -51,9 +51,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, moto: S3Server, bucket
 
 
 def mend(place: ParityPlace, file: str) -> None:
-    """The data file first: its parity is made from it."""
-    repository = Repository(place.storage)
-    for name in (file, str(place.parities[file])):
+    """What is not as it was, the data file first: its parity is made from it."""
+    repository, there = Repository(place.storage), place.objects()
+    for name in (one for one in (file, str(place.parities[file])) if there[one] != place.was[one]):
         with whole_file(repository, (), name) as (image, _):
             place.storage.put(name, [image], exclusive=False)
 

@@ -432,9 +432,7 @@ class Repository:
             parsed.id
             for parsed, _ in listed
             if parsed.id != snapshot
-            and any(
-                (owner := names.data_owner(name)) and owner.id == snapshot for name in self._files.get(parsed.id, ())
-            )
+            and any(names.data_owner(name) == names.parse_id(snapshot) for name in self._files.get(parsed.id, ()))
         )
 
     def remember(self, manifest: Manifest) -> None:

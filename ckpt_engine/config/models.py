@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
@@ -199,10 +198,6 @@ class Tier(Section):
                 "two machines take replicate: 1, another tier takes {data: 8, parity: 2}",
             ),
             (is_memory and isinstance(parity, ParityParts), "parity of the memory tier is a number of machines"),
-            (
-                isinstance(parity, ParityParts) and find_spec("pyeclib") is None,
-                "parity needs pyeclib: pip install 'ckpt-engine[parity]'",
-            ),
             (replicate is not None and parity is not None, "give either replicate or parity"),
         )
         return self

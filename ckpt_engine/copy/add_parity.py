@@ -46,6 +46,34 @@ def copy_manifests(place: Repository) -> None:
                 place.copied.add(parsed.id)
 
 
+def lacking_parity(place: Repository, parts: tuple[int, int]) -> dict[ParityName, tuple[Manifest, int]]:
+    """The parity that data files lack, those of the newest snapshot first: with a manifest that names the file, and its
+    number there.
+    """
+    listed = [item.name for item in place.storage.list(names.DATA)]
+    without = set(filter(names.data_owner, listed)) - {one.file for one in map(names.parity_of, listed) if one}
+    found: dict[str, tuple[Manifest, int]] = {}
+    for parsed in place.ids():
+        with suppress(FormatError, StorageMissingError):  # `ckpt verify` names it
+            if without.intersection(place.files_of(parsed.id)):
+                manifest = place.read(parsed.id)
+                found |= {file.name: (manifest, index) for index, file in enumerate(manifest.files)}
+    return {
+        ParityName(name, *parts, manifest.files[index].nbytes): (manifest, index)
+        for name, (manifest, index) in reversed(found.items())
+        if name in without
+    }
+
+
+def missing_objects(place: Repository) -> list[str]:
+    """The parity and the second copies of manifests that a place lacks which has others: the names."""
+    parts = parts_of(place)
+    if parts is None:
+        return []
+    parity = map(str, lacking_parity(place, parts))
+    return [*parity, *(names.copy_name(parsed.id) for parsed in place.ids() if parsed.id not in place.copied)]
+
+
 def add_parity(
     place: Repository,
     parts: tuple[int, int],
@@ -64,20 +92,10 @@ def add_parity(
     Raises:
         StorageError: of the place, or the library is not installed; calling again continues.
     """
-    listed = [item.name for item in place.storage.list(names.DATA)]
-    without = set(filter(names.data_owner, listed)) - {one.file for one in map(names.parity_of, listed) if one}
-    found: dict[str, tuple[Manifest, int]] = {}
-    for parsed in place.ids():
-        with suppress(FormatError, StorageMissingError):  # `ckpt verify` names it
-            if without.intersection(place.files_of(parsed.id)):
-                manifest = place.read(parsed.id)
-                found |= {file.name: (manifest, index) for index, file in enumerate(manifest.files)}
-    for manifest, index in reversed([one for name, one in found.items() if name in without]):
-        file = manifest.files[index]
-        name = ParityName(file.name, *parts, file.nbytes)
+    for name, (manifest, index) in lacking_parity(place, parts).items():
         with (
-            suppress(FormatError, StorageMissingError),  # as above
-            mapped(place.storage, file, pieces_of(manifest, index), scratch) as image,
+            suppress(FormatError, StorageMissingError),  # `ckpt verify` names it
+            mapped(place.storage, manifest.files[index], pieces_of(manifest, index), scratch) as image,
             encoded(place.storage, name, image, scratch, step) as whole,
         ):
             check_lease()

@@ -97,11 +97,14 @@ class FileParity:
                         out[first - start : last - start] = block[first - place : last - place]
         return is_whole
 
-    def damaged_parts(self) -> int:
-        """How many parts of the object are not as they were written."""
+    def damaged_parts(self, advance: Callable[[int], object]) -> int:
+        """How many parts of the object are not as they were written; `advance` takes the bytes just read."""
         lost: list[memoryview | None] = [None] * self.name.data
-        stripes = map(self._parts, self._starts)
-        return sum(self.name.parity - len(_good([*lost, *parts], digests)) for digests, parts in stripes)
+        damaged = 0
+        for digests, parts in map(self._parts, self._starts):
+            damaged += self.name.parity - len(_good([*lost, *parts], digests))
+            advance(self.nbytes // len(self._starts))
+        return damaged
 
     @property
     def _row_bytes(self) -> int:

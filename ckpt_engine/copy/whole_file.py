@@ -90,7 +90,7 @@ def _fill(
     # What is left of a file that no place has whole is the last resort: at least its header has to be.
     for base, least in (*((one, file.nbytes) for one in every), (place, 1)):
         with suppress(CkptError):
-            there = image[: sum(item.nbytes for item in base.storage.list(file.name))]
+            there = image[: sum(item.nbytes for item in base.storage.list(file.name) if item.name == file.name)]
             if there.nbytes >= least:
                 base.storage.get_into(file.name, 0, there)
                 container.parse_header(bytes(image[: container.header_nbytes(bytes(image[:8]))]))

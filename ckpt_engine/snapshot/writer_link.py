@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ckpt_engine.config import Config
 from ckpt_engine.copy.job import ErrorRecord, JobDone, PersistJob, TierConfig, WriterConfig
-from ckpt_engine.errors import CkptError, SnapshotSkippedError, StorageError, WriterError
+from ckpt_engine.errors import CkptError, ConfigError, SnapshotSkippedError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
 from ckpt_engine.snapshot.arena import Slots
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -412,7 +413,12 @@ def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
     Args:
         memory: whether it holds the newest snapshot in memory.
         ranks: whether it is one of several.
+
+    Raises:
+        ConfigError: a tier has parity, and its library is not installed.
     """
+    if any(tier.parts for tier in config.tiers) and find_spec("pyeclib") is None:
+        raise ConfigError("parity needs pyeclib", hint="pip install 'ckpt-engine[parity]'")
     nearest, *further = config.tiers
     return WriterConfig(
         url=nearest.url,

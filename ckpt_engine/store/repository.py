@@ -336,7 +336,10 @@ class Repository:
         if names.manifest_id(name) is None:
             raise ValueError(f"not a snapshot id: {manifest.info.id!r}")
         if (retain := self.storage.capabilities.retain) is not None:
-            retain([file.name for file in manifest.files])  # also what older snapshots have written
+            files = {file.name for file in manifest.files}  # also what older snapshots have written
+            if self.copied:
+                files |= {item.name for item in self.storage.list(names.DATA) if names.data_file_of(item.name) in files}
+            retain(sorted(files))
         self._forgotten.discard(manifest.info.id)
         self.storage.put(name, [memoryview(text)])
         self.remember(manifest)
@@ -429,9 +432,7 @@ class Repository:
             parsed.id
             for parsed, _ in listed
             if parsed.id != snapshot
-            and any(
-                (owner := names.data_owner(name)) and owner.id == snapshot for name in self._files.get(parsed.id, ())
-            )
+            and any(names.data_owner(name) == names.parse_id(snapshot) for name in self._files.get(parsed.id, ()))
         )
 
     def remember(self, manifest: Manifest) -> None:

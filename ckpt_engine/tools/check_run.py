@@ -126,8 +126,8 @@ def check_run(
                 verified = VerifiedFiles(place.storage, since, is_kept=is_remembered)
                 checker = Checker(place, advance, verified)
                 verdicts = tuple(checker.check(snapshot) for snapshot in ids)
-                verified.put()
                 others = () if snapshots else checker.check_others()
+                verified.put()
             except CkptError as err:
                 if not run.is_tiered:
                     raise
@@ -194,10 +194,13 @@ class Checker:
         listed = [item.name for item in self._storage.list("")]
         checks = ((name, self._other(name)) for name in listed)
         found = [one for name, check in checks if check is not None for one in self._found(name, check)]
-        for name in filter(None, map(names.parity_of, listed)):
-            if damaged := FileParity(self._storage, name).damaged_parts():
+        parity = [one for one in map(names.parity_of, listed) if one and str(one) not in self._verified.times]
+        for name in parity:
+            if damaged := FileParity(self._storage, name).damaged_parts(self._advance):
                 text = f"{damaged:,} parts of it are not what was written → `ckpt repair` makes it again"
                 found.append(SnapshotProblem(CorruptError.code, text, str(name)))
+            else:
+                self._verified.add(str(name))
         return tuple(found)
 
     def _other(self, name: str) -> Callable[[bytes, str], object] | None:

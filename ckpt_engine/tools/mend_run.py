@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
+from ckpt_engine.copy.add_parity import missing_objects
 from ckpt_engine.copy.whole_file import whole_file
-from ckpt_engine.errors import CorruptError, StorageMissingError
+from ckpt_engine.errors import CorruptError, LeaseHeldError, StorageMissingError
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.tools.check_run import CheckedCopies, Counting
@@ -32,6 +33,8 @@ def mend_run(
 ) -> list[MendedFile]:
     """Replace the damaged manifests and data files of a run, as far as another place has their bytes.
 
+    Parity that is missing is made, too. That of a run which trains is left to its writer.
+
     Args:
         others: more places of the same run.
         checked: what is damaged at each place.
@@ -39,21 +42,23 @@ def mend_run(
         dry_run: everything is read and compared, and nothing is written.
 
     Raises:
-        LeaseHeldError: a process writes the run.
+        LeaseHeldError: a process writes the run, and something is damaged.
         StorageError: a place cannot be written.
     """
     mended: list[MendedFile] = []
     for copies in checked:
         (place,) = (one for one in run.places if one.storage.url == copies.url)
         sources = [one for one in (*run.places, *others) if one.storage.url != copies.url]
+        damaged = {one.file for one in copies.problems if one.file}
         # Manifests come first: they say what is needed of data files.
-        damaged = sorted({one.file for one in copies.problems if one.file}, reverse=True)
+        wanted = sorted(damaged.union(missing_objects(place)), reverse=True)
         nbytes = sum(item.nbytes for item in place.storage.list("") if item.name in damaged)
         with (
-            acquire(place.storage) if damaged and not dry_run else nullcontext() as lease,
+            suppress(*() if damaged else (LeaseHeldError,)),
+            acquire(place.storage) if wanted and not dry_run else nullcontext() as lease,
             counting(nbytes) as advance,
         ):
-            for name in damaged:
+            for name in wanted:
                 with (
                     suppress(CorruptError, StorageMissingError),
                     whole_file(place, sources, name) as (image, source),

@@ -328,7 +328,7 @@ class PrimaryTier:
         return bool(room.forgotten)
 
     def sweep(self) -> None:
-        """Remove what writers that died have left behind; once. Never raises."""
+        """Remove what writers that died have left behind, and make up for copies of manifests; once. Never raises."""
         if self.swept or self._lease is None:
             return
         self.swept = True
@@ -336,6 +336,8 @@ class PrimaryTier:
             with where_permitted(self.repository, self._report.warn):
                 collected = collect(self.repository, self._lease, in_flight=self._finish.in_flight)
                 self._report.emit_all(collected.events(self._config.url))
+                if self._parity is not None:
+                    copy_manifests(self.repository)
         except AbandonedError:
             self.swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm

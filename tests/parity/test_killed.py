@@ -123,8 +123,10 @@ def test_a_run_that_is_killed_leaves_what_the_next_one_makes_up_for(tmp_path: Pa
     def check() -> None:
         found = loaded(root) if list((root / "snapshots").glob("*[0-9a-f].json")) else None
         assert found is None or same(found, state(1))
-        with Checkpointer({"tiers": [{"url": str(root), "parity": PARTS}], "writer": "thread"}) as again:
+        options = {"tiers": [{"url": str(root), "parity": PARTS}], "writer": "thread", "wait_at_end": WAIT_SECONDS}
+        with Checkpointer(options) as again:
             again.load()
+            again.engine.start()
             if found is None:
                 assert again.save(state(1), step=1).wait(WAIT_SECONDS)
         there = ParityPlace(str(root))

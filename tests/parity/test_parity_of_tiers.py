@@ -90,6 +90,16 @@ def test_a_truncated_file_is_read_and_mended(ckpt: Ckpt, place: ParityPlace, tmp
     assert ckpt("scrub", tmp_path / "run").code == 0 and place.objects() == place.was
 
 
+def test_a_file_that_lost_more_is_mended_from_another_tier(ckpt: Ckpt, tmp_path: Path) -> None:
+    """That has it in another form: the beginning, with the header, is taken from what is left."""
+    tiers = [{"url": str(tmp_path / "run"), "parity": PARTS}, {"url": str(tmp_path / "far"), "codec": "zstd"}]
+    train(tiers)
+    place = ParityPlace(str(tmp_path / "run"))
+    os.truncate(tmp_path / "run" / place.newest_file, len(place.was[place.newest_file]) // 2)
+    (tmp_path / "c.yaml").write_text(json.dumps({"tiers": tiers}))
+    assert ckpt("repair", tmp_path / "c.yaml").code == 0 and place.objects() == place.was
+
+
 def test_a_header_is_mended(ckpt: Ckpt, place: ParityPlace, tmp_path: Path) -> None:
     newest = place.newest_file
     place.replace(newest, bytes(4096) + place.was[newest][4096:])

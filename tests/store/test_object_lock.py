@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store import names
 from ckpt_engine.store.protection import begin
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.objects_s3 import S3Storage
 from ckpt_engine.testing import put
+from tests.parity.places import PARTS, WAIT_SECONDS, ParityPlace, state, train
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
@@ -124,3 +126,24 @@ def test_where_nothing_may_be_deleted_one_request_finds_out(moto: S3Server, buck
     with pytest.raises(Exception, match="403 AccessDenied"):
         storage.delete(*(f"data/{number}" for number in range(9)))
     assert wire.count("DELETE") == 1
+
+
+def test_parity_and_second_copies_of_manifests_are_locked(moto: S3Server, locked: str) -> None:
+    """As they are put; parity that an older snapshot has is locked again by each manifest that needs its data."""
+    tier = {"url": f"s3://{locked}/run", "storage_options": moto.options(), "parity": PARTS, "protect": {"days": DAYS}}
+    train([tier], 1)
+    there = ParityPlace(tier["url"], tier["storage_options"])
+    kinds = (names.manifest_id, names.copy_id, names.data_owner, names.parity_of)
+    assert [sum(kind(name) is not None for name in there.was) for kind in kinds] == [1, 1, 1, 1]
+    for name in there.was:
+        mode, days = _retention(moto, locked, name) or ("", 0.0)
+        assert (mode, round(days)) == ("GOVERNANCE", DAYS), name
+    until = {"Mode": "GOVERNANCE", "RetainUntilDate": datetime.now(UTC) + timedelta(days=1)}
+    own = [name for name in there.was if name.startswith(names.DATA)]
+    for name in own:
+        moto.client().put_object_retention(Bucket=locked, Key=f"run/{name}", Retention=until)
+    with Checkpointer({"tiers": [tier], "writer": "thread", "wait_at_end": WAIT_SECONDS}) as run:
+        run.load()
+        assert run.save(state(2), step=2).wait(WAIT_SECONDS)
+    for name in own:
+        assert round((_retention(moto, locked, name) or ("", 0.0))[1]) == DAYS, name

@@ -30,7 +30,8 @@ class ObjectOptions:
         verify: whether what was sent and listed is checked beyond what the protocol does; "auto" does so where the
             channel is not encrypted, and so does not protect the bytes itself.
         stale_upload_seconds: an interrupted upload that old is abandoned and is removed by `sweep`.
-        protect_days: how long the store refuses to delete manifests that are put, and what `retain` names, if it can.
+        protect_days: how long the store refuses to delete manifests and parity that are put, and what `retain` names,
+            if it can.
     """
 
     part_bytes: int = 64 << 20

@@ -199,7 +199,8 @@ class S3Storage(ObjectStore):
         if exclusive and await self._multipart.head(key) is not None:
             raise StorageExistsError(f"cannot write {self.url}/{name}: it exists")
         token = os.urandom(16).hex()
-        lock = await self._lock() if self.options.protect_days and name.startswith(names.MANIFESTS) else {}
+        is_locked = name.startswith(names.MANIFESTS) or names.parity_of(name) is not None
+        lock = await self._lock() if self.options.protect_days and is_locked else {}
         locked = {f"ObjectLock{field}": value for field, value in lock.items()}
         made = {"Metadata": {TOKEN: token}, **locked, **self._put_extra}
         put = self._put_small if blocks.nbytes <= self.options.part_bytes else self._put_big

@@ -310,53 +310,46 @@ class Epoch:
 
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""
-        why = self.why_replayed
-        changes = {path for state in self.workers if state is not None for path in state.get("changes", ())}
-        is_replayed = self.mode is Mode.REPLAY
-        has_old_workers = is_replayed and loader.num_workers > 0 and self.reused
-        keeps_nothing = has_old_workers and native.keeps_nothing(loader.dataset)
-        rows = (
-            (
-                loader.num_workers > 0 and not getattr(loader, "in_order", True),
-                Level.NOT_RESTORED,
-                "in_order=False: workers deliver in no fixed order",
-            ),
-            (
-                self.unknown_roles,
+        found = self.exactness
+        if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+            found = found.lowered(Level.NOT_RESTORED, "in_order=False: workers deliver in no fixed order")
+        if self.unknown_roles:
+            found = found.lowered(
                 Level.ORDER_ONLY if self.order is not None else Level.NOT_RESTORED,
                 f"persistent workers {sorted(self.unknown_roles)} were ahead when the last epoch was left early and "
                 "have delivered no batch since",
-            ),
-            (self.lost, Level.ORDER_ONLY, f"{self.lost} batch(es) of this epoch raised while being fetched"),
-            (
-                changes,
+            )
+        if self.lost:
+            found = found.lowered(Level.ORDER_ONLY, f"{self.lost} batch(es) of this epoch raised while being fetched")
+        if changes := {path for state in self.workers if state is not None for path in state.get("changes", ())}:
+            found = found.lowered(
                 Level.ORDER_ONLY,
                 f"loader workers change {', '.join(sorted(changes))} in their own copies, which no snapshot has: give "
                 "the dataset state_dict() and load_state_dict()",
-            ),
-            (keeps_nothing, Level.ORDER_ONLY, f"{why}: batches are loaded again, by workers with other streams"),
-            (
-                has_old_workers and not keeps_nothing,
-                Level.NOT_RESTORED,
-                f"an IterableDataset without state_dict {_KEPT}" if why is None else f"{why}: {_KEPT}",
-            ),
-            (
-                is_replayed and self.draws and why is not None,
+            )
+        if self.mode is Mode.REPLAY:
+            found = self._level_of_replay(found, loader)
+        return found
+
+    def _level_of_replay(self, found: Exactness, loader: DataLoader[Any]) -> Exactness:
+        why = self.why_replayed
+        if loader.num_workers > 0 and self.reused and native.keeps_nothing(loader.dataset):
+            found = found.lowered(Level.ORDER_ONLY, f"{why}: batches are loaded again, by workers with other streams")
+        elif loader.num_workers > 0 and self.reused:
+            what = f"an IterableDataset without state_dict {_KEPT}" if why is None else f"{why}: {_KEPT}"
+            found = found.lowered(Level.NOT_RESTORED, what)
+        if self.draws and why is not None:
+            found = found.lowered(
                 Level.ORDER_ONLY,
                 f"{why}: batches are loaded again, which draws from the global random streams: what is drawn per "
                 "sample may differ",
-            ),
-            (
-                is_replayed and self.draws and why is None,
+            )
+        elif self.draws:
+            found = found.lowered(
                 Level.ORDER_ONLY,
                 "the IterableDataset draws from the global random streams: an order that depends on such draws (a "
                 "shuffle buffer) is not repeated; give the dataset state_dict() and load_state_dict()",
-            ),
-        )
-        found = self.exactness
-        for holds, level, reason in rows:
-            if holds:
-                found = found.lowered(level, reason)
+            )
         return found
 
 

@@ -31,16 +31,6 @@ _log = logging.getLogger("lightning_ckpt")
 _NO_OPTIONS = ("self", "config", "unknown", "__class__")
 
 
-def _handed_to(event: str) -> Callable[..., None]:
-    """A hook that calls this method of the run, with what Lightning gives it besides the trainer and the model."""
-
-    def hook(self: AdaptiveCheckpoint, _trainer: pl.Trainer, _module: pl.LightningModule, *given: Any) -> None:
-        if self._run is not None:
-            getattr(self._run, event)(*given)
-
-    return hook
-
-
 class AdaptiveCheckpoint(Callback):
     """Exact, asynchronous snapshots of a Lightning run; `fit(..., ckpt_path="auto")` resumes from the newest one.
 
@@ -241,11 +231,32 @@ class AdaptiveCheckpoint(Callback):
 
     # ---- fit
 
-    on_fit_start = _handed_to("optimizers_made")
-    on_train_start = _handed_to("train_started")
-    on_train_batch_end = _handed_to("batch_ended")
-    on_validation_start = _handed_to("validation_started")
-    on_validation_end = _handed_to("validation_ended")
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.optimizers_made()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.train_started()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._run is not None:
+            self._run.batch_ended(outputs)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.validation_started()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.validation_ended()
 
     @override
     def on_save_checkpoint(

@@ -166,7 +166,7 @@ class FitRun:
             self._validation_began = None
 
     @hook_time.counted
-    def batch_ended(self, outputs: Any, *_: Any) -> None:
+    def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
         if self.stopping.losses is not None:

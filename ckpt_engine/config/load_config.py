@@ -114,9 +114,10 @@ class _Loader(yaml.SafeLoader):
             what = "nested too deeply" if len(outer) >= _MAX_DEPTH else f"more than {_MAX_NODES:,} keys and values"
             raise ComposerError(None, None, what, event.start_mark)
         key = index if isinstance(index, yaml.Node) else None
-        self._path = (*outer, index if key is None else str(key.value))
+        is_merge = key is not None and key.tag == "tag:yaml.org,2002:merge"
+        self._path = (*outer, index if key is None else f"{key.value}{self._nodes if is_merge else ''}")
         here, line = self._path[1:], (event if key is None else key).start_mark.line + 1
-        if key is not None and here in self.lines and key.tag != "tag:yaml.org,2002:merge":
+        if key is not None and here in self.lines:
             raise ConfigError(
                 f"{self._file}, line {line}: {_dotted(here)}: given twice, first on line {self.lines[here]}",
                 hint="leave one of them",

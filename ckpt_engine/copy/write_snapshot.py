@@ -222,12 +222,12 @@ class ParallelMap(Generic[T, U]):
         except BaseException:
             self.abandon()
             raise
-        count, self._items = len(self._items), ()
+        count = len(self._items)
         try:
             if self._error is not None:
                 raise self._error
         finally:
-            self._error = None  # it refers to what has raised it
+            self._error, self._items = None, ()  # it refers to what has raised it
         return [self._found.pop(index) for index in range(count)]
 
     def abandon(self, seconds: float = threading.TIMEOUT_MAX) -> bool:

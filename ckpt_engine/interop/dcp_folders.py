@@ -75,7 +75,10 @@ def write_dcp(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
             warnings.filterwarnings("ignore", "torch.distributed is")
             save(state, storage_writer=filesystem.FileSystemWriter(folder, single_file_per_rank=True))
     except CheckpointException as err:  # no Exception: code that catches those does not see it
-        raise next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err) from err
+        cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
+        if isinstance(cause, OSError | CkptError):
+            raise cause from err
+        raise TypeError(f"{type(cause).__name__}: {cause}") from err  # of the kinds that the caller says in our words
     return ("dcp writes keys that are no text as text, and leaves empty dicts out",)
 
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from ckpt_engine.errors import CorruptError, ForeignError, UnstorableLeafError
+from ckpt_engine.errors import CorruptError, ForeignError, StorageMissingError, UnstorableLeafError
 from ckpt_engine.interop.file_bounds import ANOTHER_COPY, children, require_bounded, require_stored
 from ckpt_engine.interop.imported import Advance
 from ckpt_engine.observe import units
@@ -102,6 +102,10 @@ def load(path: Path, advance: Advance | None = None, may_lose: MayLose | None = 
         elif advance is not None:
             advance(path.stat().st_size)
         return Opened(_load(path, mmap=zipped), {})
+    except FileNotFoundError as err:
+        raise StorageMissingError(
+            f"{path} does not exist", hint="check the path: it is relative to the working directory"
+        ) from err
     except OSError as err:
         if err.errno == errno.EINVAL:
             raise _foreign(path, err) from err  # of the place of a part

@@ -285,7 +285,8 @@ class Slots:
         """Use at most so many from now on; those that are no longer wanted go when they are free."""
         self.count = count
         idle = [slot for slot in self._free() if not slot.is_warming]
-        self._close(idle[::-1][: max(0, len(self._slots) - count)])
+        ready = sum(not slot.is_warming for slot in self._slots.values())
+        self._close(idle[::-1][: max(0, ready - count)])
 
     def _free(self) -> list[SharedSlot]:
         return [slot for slot in self._slots.values() if not slot.users]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,8 +28,6 @@ from ckpt_engine.writer.messages import Body, Kind
 
 ENTRY = Path(__file__).with_name("__main__.py")
 _TAIL_BYTES = 8192
-_ERROR_BYTES = 1 << 20
-"""More of what a writer has written to its stderr is not kept."""
 _LOOK_SECONDS = 5.0
 _LOOKS = 2
 """A writer is reported as stopped when it is found so that often in a row: a suspended job continues bit by bit."""
@@ -81,12 +79,11 @@ class ProcessWriter(WriterClient):
     """A client whose writer is a process that outlives the trainer until everything it was given is durable.
 
     Args:
-        process: the writer process.
+        process: the writer process; its stderr is a pipe.
         channel: connected to it.
-        errors: its stderr, a file in memory; owned from now on. Both processes are at the same position in it.
     """
 
-    def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel, errors: int) -> None:
+    def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
         super().__init__(config.url)
         self._who = f"the writer process {process.pid}"
         self._takes_care = f"{self._who} continues it, and then the next run does"
@@ -94,7 +91,8 @@ class ProcessWriter(WriterClient):
         self._channel = channel
         self._leaving = False
         self._abandoned = False
-        self._errors = errors
+        self._tail, self._complains = b"", True
+        """What it has written to its stderr last; whether that is open."""
         self._exit_fd = pidfd_of(process.pid)
         # A daemon: the trainer's exit must not wait for it. It only ever waits for its descriptors.
         self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
@@ -109,8 +107,8 @@ class ProcessWriter(WriterClient):
         Raises:
             CannotSpawnError: processes, their sockets or their imports do not work here.
         """
-        process, channel, errors = _spawn()
-        client = cls(config, process, channel, errors)
+        process, channel = _spawn()
+        client = cls(config, process, channel)
         client._listener.start()
         folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
         channel.send({"kind": Kind.START, "config": asdict(config), "path": folders})
@@ -159,14 +157,19 @@ class ProcessWriter(WriterClient):
             self._channel.close()
             if self._exit_fd is not None:
                 os.close(self._exit_fd)
-            os.close(self._errors)
+            if self._process.stderr is not None:
+                self._process.stderr.close()
             self._closed.set()
 
     def _hear_all(self) -> None:
         """Hear until the process has ended or, where that cannot be watched, has closed its socket."""
+        stderr = self._process.stderr
+        assert stderr is not None
+        os.set_blocking(stderr.fileno(), False)
         connected, looks, look_at = True, 0, time.monotonic() + _LOOK_SECONDS
-        watched = () if self._exit_fd is None else (self._exit_fd,)
         while True:
+            watched = [stderr.fileno()] if self._complains else []
+            watched += [] if self._exit_fd is None else [self._exit_fd]
             if connected and self._abandoned:
                 self._channel.close()
                 connected = False
@@ -183,9 +186,8 @@ class ProcessWriter(WriterClient):
                 looks, look_at = looks + 1 if self._is_stopped else 0, time.monotonic() + _LOOK_SECONDS
                 if looks == _LOOKS:
                     self._say_stopped()
-                if os.lseek(self._errors, 0, os.SEEK_CUR) > _ERROR_BYTES:
-                    os.ftruncate(self._errors, 0)
-                    os.lseek(self._errors, 0, os.SEEK_SET)
+            if stderr.fileno() in ready:
+                self._read(stderr.fileno())
             if self._exit_fd in ready or (self._exit_fd is None and not connected):
                 return
 
@@ -201,49 +203,52 @@ class ProcessWriter(WriterClient):
         text = f"{self._who} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
         self._hear(channel.event(Notice("WARNING", f"{text} {self.pid}` resumes it")))
 
+    def _read(self, stderr: int) -> None:
+        with suppress(BlockingIOError):
+            text = os.read(stderr, 1 << 16)
+            self._tail = (self._tail + text)[-_TAIL_BYTES:]
+            self._complains = bool(text)
+
     def _reap(self, because: str | None = None) -> None:
         try:
             status = self._process.wait(REAP_SECONDS)
         except subprocess.TimeoutExpired:
             status = None
         ended = because or _describe(status)
-        written = os.lseek(self._errors, 0, os.SEEK_CUR)
-        tail = os.pread(self._errors, _TAIL_BYTES, max(0, written - _TAIL_BYTES)).decode(errors="replace").strip()
+        tail = self._tail.decode(errors="replace").strip()
         message = f"{self._who} {ended}" + (f":\n{tail}" if tail else "")
         early = CannotSpawnError(f"{message} (before it was ready)")
         self._no_more(message, early, expected=self._closing and status == 0)
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], Channel, int]:
-    """Start the process with one end of a socket pair, and a file in memory as its stderr: that never makes it wait.
+def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start the process with one end of a socket pair.
 
     Raises:
         CannotSpawnError: something it needs does not exist here.
     """
     if not sys.executable or not ENTRY.is_file():
         raise CannotSpawnError("there is no Python interpreter, or no source file, to start a process with")
-    with ExitStack() as undo:
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as err:
+        raise CannotSpawnError(f"cannot make a socket pair: {err}") from err
+    with theirs:
         try:
-            errors = os.memfd_create("ckpt-stderr", os.MFD_CLOEXEC)
-            undo.callback(os.close, errors)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel = Channel(ours)
-            undo.callback(channel.close)
-            with theirs:
-                process = subprocess.Popen(
-                    # -P: the working directory and the script's folder are not searched for modules.
-                    [sys.executable, "-P", str(ENTRY), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    pass_fds=[theirs.fileno()],
-                    cwd="/",
-                    start_new_session=True,  # Ctrl-C in the terminal reaches the trainer, not the snapshot in flight
-                )
+            process = subprocess.Popen(
+                # -P: the working directory and the script's folder are not searched for modules.
+                [sys.executable, "-P", str(ENTRY), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                start_new_session=True,  # Ctrl-C in the terminal reaches the trainer, not the snapshot in flight
+            )
+            return process, Channel(ours)
         except OSError as err:
+            ours.close()
             raise CannotSpawnError(f"cannot start {sys.executable}: {err}") from err
-        undo.pop_all()
-    return process, channel, errors
 
 
 def _describe(status: int | None) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ckpt_engine.copy.add_parity import add_parity
-from ckpt_engine.copy.job import WriterConfig
+from ckpt_engine.copy.job import ErrorRecord, WriterConfig
 from ckpt_engine.copy.whole_file import whole_file
-from ckpt_engine.errors import CkptError, StorageMissingError
+from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.repository import Repository
@@ -40,8 +40,8 @@ def mend_damage(
                 check_lease()
                 place.storage.put(name, [image], exclusive=False)
                 emit(Notice("INFO", f"{what} was damaged and is mended from {units.place(source)}"))
-        except CkptError as err:
-            emit(Notice("WARNING", f"{what} is not mended: {err.message}"))
+        except Exception as err:  # noqa: BLE001 - reported: nobody asks the thread
+            emit(Notice("WARNING", f"{what} is not mended: {ErrorRecord.of(err).message}"))
 
 
 def complete_parity(config: WriterConfig, check_lease: Callable[[], object], emit: Callable[[Event], object]) -> None:
@@ -50,7 +50,6 @@ def complete_parity(config: WriterConfig, check_lease: Callable[[], object], emi
     place = Repository(open_storage(config.url, config.storage_options))
     try:
         add_parity(place, config.parity, check_lease)
-    except CkptError as err:
-        emit(
-            Notice("WARNING", f"some data files at {units.place(place.storage.url)} have no parity yet: {err.message}")
-        )
+    except Exception as err:  # noqa: BLE001 - reported: nobody asks the thread
+        what = f"some data files at {units.place(place.storage.url)} have no parity yet"
+        emit(Notice("WARNING", f"{what}: {ErrorRecord.of(err).message}"))

@@ -9,6 +9,7 @@ the first one knows that alone: the others look whether it was committed, and en
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -90,7 +91,7 @@ class Serving:
             # One that lives and has hung up tells nothing of its memory any more.
             self._read_all = self._left or self._peer.ended()
         except WriterError as err:
-            print(err, file=sys.stderr, flush=True)  # noqa: T201 - the trainer shows it
+            _complain(str(err))
             self._status = EXIT_BROKEN
         self._attending = False
         while self._behind:
@@ -210,13 +211,14 @@ class Serving:
     def _queue_ended(self, broken: str | None) -> None:
         if broken:
             self._status = EXIT_BROKEN
-            print(broken, file=sys.stderr, flush=True)  # noqa: T201 - the trainer shows it
+            _complain(broken)
         self._channel.wake()
 
     def _drain(self, queue: JobQueue) -> int:
         """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to what would be lost."""
         if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
+        _silence()
         if not (self._closing or self._left):  # one is left alone below, the other was done when the trainer said so
             if self._peer.fd is None or self._peer.ended(_END_SECONDS):
                 queue.abandon(GONE)
@@ -279,3 +281,16 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # heeded when the trainer is gone
     signal.signal(signal.SIGTERM, lambda number, _: _early.append(number))  # the threads of hooks do not block it
     return Serving(socket.socket(fileno=int(arguments[0]))).run()
+
+
+def _complain(text: str) -> None:
+    """Say something on stderr, which the trainer shows if this process breaks down."""
+    with contextlib.suppress(OSError):  # the trainer is gone, and with it the reader of this
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _silence() -> None:
+    """Let go of the pipe to the trainer: a fork of it may hold the other end without ever reading."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

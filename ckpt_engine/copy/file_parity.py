@@ -99,10 +99,9 @@ class FileParity:
 
     def damaged_parts(self, advance: Callable[[int], object]) -> int:
         """How many parts of the object are not as they were written; `advance` takes the bytes just read."""
-        lost: list[memoryview | None] = [None] * self.name.data
         damaged = 0
         for digests, parts in map(self._parts, self._starts):
-            damaged += self.name.parity - len(_good([*lost, *parts], digests))
+            damaged += self.name.parity - len(_good([None] * self.name.data + parts, digests))
             advance(self.nbytes // len(self._starts))
         return damaged
 

@@ -126,6 +126,7 @@ def check_run(
                 verified = VerifiedFiles(place.storage, since, is_kept=is_remembered)
                 checker = Checker(place, advance, verified)
                 verdicts = tuple(checker.check(snapshot) for snapshot in ids)
+                verified.put()  # its record is one of the others
                 others = () if snapshots else checker.check_others()
                 verified.put()
             except CkptError as err:

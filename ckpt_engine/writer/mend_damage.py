@@ -40,7 +40,7 @@ def mend_damage(
                 check_lease()
                 place.storage.put(name, [image], exclusive=False)
                 emit(Notice("INFO", f"{what} was damaged and is mended from {units.place(source)}"))
-        except Exception as err:  # noqa: BLE001 - reported: nobody asks the thread
+        except Exception as err:  # noqa: BLE001 - reported, as no caller waits for it
             emit(Notice("WARNING", f"{what} is not mended: {ErrorRecord.of(err).message}"))
 
 
@@ -50,6 +50,6 @@ def complete_parity(config: WriterConfig, check_lease: Callable[[], object], emi
     place = Repository(open_storage(config.url, config.storage_options))
     try:
         add_parity(place, config.parity, check_lease)
-    except Exception as err:  # noqa: BLE001 - reported: nobody asks the thread
+    except Exception as err:  # noqa: BLE001 - reported, as no caller waits for it
         what = f"some data files at {units.place(place.storage.url)} have no parity yet"
         emit(Notice("WARNING", f"{what}: {ErrorRecord.of(err).message}"))

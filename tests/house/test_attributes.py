@@ -18,7 +18,7 @@ FILES = [
 FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {
-    "ProcessWriter": 8,
+    "ProcessWriter": 9,
     "Feed": 6,
     "JobQueue": 6,
     "Pipeline": 6,
@@ -42,7 +42,7 @@ NAMES = {
     "Tracker": 32,
     "NodeMemberTier": 31,
     "PrimaryTier": 26,
-    "ProcessWriter": 29,
+    "ProcessWriter": 30,
     "Pipeline": 26,
     "PreemptionWatch": 28,
     "SecondaryTier": 27,
@@ -67,7 +67,7 @@ NAMES = {
     "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 53}
+LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 54}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

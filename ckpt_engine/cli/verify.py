@@ -81,10 +81,19 @@ def print_check(
 def _next(root: str, checked: Sequence[CheckedCopies], *, is_tiered: bool, tries: bool) -> list[str]:
     """What a resume takes now, and what to do; `tries`: the places that are known may still mend it."""
     by_parity = any(one.mendable for copies in checked for one in copies.problems)
-    source = "its parity" if by_parity else "the other tiers" if is_tiered and tries else "another copy of the run"
+    source = (
+        "its parity or second copy"
+        if by_parity
+        else "the other tiers"
+        if is_tiered and tries
+        else "another copy of the run"
+    )
     known = by_parity or (is_tiered and tries)
     mends = f"`ckpt repair {shlex.quote(root)}{'' if known else ' --from OTHER'}` mends it from {source}"
-    whole = [one for copies in checked for one in copies.verdicts if one.ok and not one.forgotten and not one.partial]
+    there = [one for copies in checked for one in copies.verdicts if not one.forgotten and not one.partial]
+    whole = [
+        one for one in there if all(problem.mendable for problem in one.problems)
+    ]  # a load mends those as it reads
     if not whole:
         return [
             "no snapshot is whole here: a resume is refused",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -353,8 +353,8 @@ def parse_command(value: object) -> list[str]:
 
 
 def _key_source(value: object) -> str | list[str]:
-    """The path of a file, or a program and its arguments."""
-    return _file_path(value) if isinstance(value, str) else parse_command(value)
+    """The absolute path of a file, as the writer works in another folder; or a program and its arguments."""
+    return str(Path(_file_path(value)).expanduser().absolute()) if isinstance(value, str) else parse_command(value)
 
 
 def parse_headers(value: object) -> dict[str, str]:

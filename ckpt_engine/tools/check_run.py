@@ -52,7 +52,7 @@ class SnapshotProblem:
     Args:
         code: of the error.
         entry: the entry that is hit; None where it is the manifest or a whole file.
-        mendable: what the place itself has can mend it: the parity of the file.
+        mendable: what the place itself has can mend it: the parity of a file, the second copy of a manifest.
     """
 
     code: str
@@ -63,7 +63,7 @@ class SnapshotProblem:
 
     def __str__(self) -> str:
         text = f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
-        return f"{text}; its parity can mend it" if self.mendable else text
+        return f"{text}; `ckpt repair` can mend it here" if self.mendable else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,7 @@ class Checker:
         if manifest is None:
             return self._verdict(snapshot, unusable, 0)
         problems, read_bytes = self._data(manifest, names.manifest_name(snapshot))
+        unusable = [replace(one, mendable=True) for one in unusable]
         return self._verdict(snapshot, unusable + problems, read_bytes, manifest.info.partial)
 
     def check_others(self) -> tuple[SnapshotProblem, ...]:

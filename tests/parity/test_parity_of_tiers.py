@@ -73,7 +73,7 @@ def test_one_part_too_many_is_named_and_an_older_snapshot_is_taken(
     place.replace(newest, bytes(data))
     assert same(loaded(str(tmp_path / "run")), state(2))
     found = ckpt("verify", tmp_path / "run")
-    assert found.code == 1 and newest in found.out and "parity can mend" not in found.out
+    assert found.code == 1 and newest in found.out and "can mend it here" not in found.out
     done = ckpt("repair", tmp_path / "run")
     assert done.code == 1 and f"model/w: {newest}" in done.out and place.objects()[newest] == bytes(data)
 
@@ -85,8 +85,8 @@ def test_a_truncated_file_is_read_and_mended(ckpt: Ckpt, place: ParityPlace, tmp
     os.truncate(tmp_path / "run" / newest, -(-len(place.was[newest]) // 8) * 6 + int((rest - 0.75) * 1000))
     assert same(loaded(str(tmp_path / "run")), state(3))
     found = ckpt("verify", tmp_path / "run")
-    assert found.code == 1 and "; its parity can mend it" in found.out
-    assert f"do:  `ckpt repair {tmp_path / 'run'}` mends it from its parity" in found.out
+    assert found.code == 1 and "; `ckpt repair` can mend it here" in found.out
+    assert f"do:  `ckpt repair {tmp_path / 'run'}` mends it from its parity or second copy" in found.out
     assert ckpt("scrub", tmp_path / "run").code == 0 and place.objects() == place.was
 
 

@@ -70,7 +70,7 @@ def test_damage_of_a_sealed_file_is_mended(ckpt: Ckpt, sealed: SealedPlace, rang
     newest = sealed.flip(ranges)
     assert same(sealed.loaded(), state(3))
     found = ckpt("verify", sealed.config)
-    assert found.code == 1 and newest in found.out and "parity can mend" in found.out
+    assert found.code == 1 and newest in found.out and "can mend it here" in found.out
     assert ckpt("repair", sealed.config).code == 0
     assert sealed.place.objects() == sealed.place.was
     assert ckpt("verify", sealed.config).code == 0
@@ -96,6 +96,6 @@ def test_what_parity_cannot_mend_is_named(ckpt: Ckpt, sealed: SealedPlace, damag
     hurt = sealed.raw()
     assert same(sealed.loaded(), state(2))
     found = ckpt("verify", sealed.config)
-    assert found.code == 1 and newest in found.out and "parity can mend" not in found.out
+    assert found.code == 1 and newest in found.out and "can mend it here" not in found.out
     done = ckpt("repair", sealed.config)
     assert done.code == 1 and newest in done.out and sealed.raw() == hurt

@@ -43,6 +43,18 @@ def test_a_run_is_sealed_with_the_key_that_a_command_prints(tmp_path: Path, key:
     assert ckpt("verify", yaml) == 0
 
 
+def test_the_path_of_a_key_is_relative_to_the_working_directory(
+    tmp_path: Path,
+    key: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The writer process, which works in another folder, finds it too."""
+    monkeypatch.chdir(Path(key).parent)
+    with Checkpointer({"tiers": str(tmp_path / "run"), "seal": {"key": Path(key).name}}) as checkpointer:
+        checkpointer.save({"x": 1}, step=1).wait(60)
+        assert [one.step for one in checkpointer.snapshots()] == [1]
+
+
 @pytest.mark.parametrize("then", ["; sys.exit(3)", "; import time; time.sleep(600)"])
 def test_a_command_that_fails_or_hangs_is_named_without_what_it_printed(
     key: str,  # noqa: F811

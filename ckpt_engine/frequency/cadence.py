@@ -171,7 +171,7 @@ class Cadence:
         self._paused = 0.0
         self._next = step + 1
         self._account.training_seconds += seconds
-        for _ in range(min(count, CLEAN_WINDOW)):
+        for _ in range(1 if count == 1 else min(count, CLEAN_WINDOW)):
             add = self._steps.add_disturbed if self._disturbed else self._steps.add_clean
             add(seconds / count)
         if step < self._wake_step and now < self._wake_time:

@@ -111,7 +111,7 @@ class AcceleratedLoop(Tracker):
         if feed is None or not self._awaits(feed):
             return original(dataloader, num_batches)
         skips = f"skip_first_batches(loader, {num_batches}) skips nothing"
-        self._resume.note(f"{skips}: the loader goes on after {feed.delivered} batches")
+        self._resume.note(f"{skips}: the loader continues after {feed.delivered} batches")
         return dataloader
 
     def _log_too(self, original: Callable[..., None], values: Mapping[str, Any], *arguments: Any, **more: Any) -> None:

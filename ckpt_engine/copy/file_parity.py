@@ -61,12 +61,14 @@ class FileParity:
         for start in self._starts:
             step()
             nbytes = self._block_bytes(start)
-            blocks = [bytes(image[place : place + nbytes]).ljust(nbytes, b"\0") for place in self._places(start)]
-            fragments = _driver(self.name.data, self.name.parity).encode(b"".join(blocks))
-            parts = [fragment[-nbytes:] for fragment in fragments[self.name.data :]]
+            found = [image[place : place + nbytes] for place in self._places(start)]
+            data = b"".join([part for block in found for part in (block, bytes(nbytes - len(block)))])
+            blocks = [memoryview(data)[at : at + nbytes] for at in range(0, len(data), nbytes)]
+            fragments = _driver(self.name.data, self.name.parity).encode(data)
+            parts = [memoryview(fragment)[-nbytes:] for fragment in fragments[self.name.data :]]
             row = b"".join(map(xxhash.xxh3_128_digest, [*blocks, *parts]))
             row += xxhash.xxh3_128_digest(row)
-            stripe = b"".join([row + part for part in parts])
+            stripe = b"".join([one for part in parts for one in (row, part)])
             at = self._stripe_at(start)
             out[at : at + len(stripe)] = stripe
 

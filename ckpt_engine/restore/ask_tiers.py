@@ -236,19 +236,29 @@ def run_of(place: Repository) -> str | None:
     return record.run if record is not None else None
 
 
-def _ask_with_run(question: Callable[[Repository], T], place: Repository) -> T:
+def _ask_with_run(question: Callable[[], T], place: Repository) -> T:
     """The answer of a place, whose record is read with it: of an object store side by side, as it may take a second."""
     if not place.storage.capabilities.slow_answers:
         run_of(place)
-        return question(place)
+        return question()
     looked = ask_apart(partial(run_of, place), "ckpt-places-run")
     try:
-        found = question(place)
+        found = question()
     finally:
         futures.wait([looked], LONGER_SECONDS)
     if looked.done():
         looked.result()
     return found
+
+
+def ids(place: Repository) -> Sequence[ParsedId]:
+    """All snapshots of a place by name."""
+    return _ask_with_run(place.ids, place)
+
+
+def infos(place: Repository) -> Sequence[SnapshotInfo]:
+    """All snapshots of a place."""
+    return _ask_with_run(place.list, place)
 
 
 def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
@@ -410,9 +420,3 @@ def _without_frames(error: CkptError) -> CkptError:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
-
-
-ids = partial(_ask_with_run, Repository.ids)
-"""All snapshots of a place by name."""
-infos = partial(_ask_with_run, Repository.list)
-"""All snapshots of a place."""

@@ -405,7 +405,7 @@ class Persister:
             ask_apart(work, "ckpt-mend")
 
     def _add_parity(self, wait_seconds: float = 0.0) -> None:
-        """Begin to make the parity that data files lack; if that is under way still after so long, it goes on alone."""
+        """Begin to make the parity that data files lack, unless that is under way still after so long."""
         wait(self._parity, wait_seconds)
         if all(one.done() for one in self._parity):
             work = partial(complete_parity, self._config, self._primary.check_lease, self._report.emit)

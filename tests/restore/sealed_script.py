@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from typing import Any
 
 import torch
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.errors import SnapshotSkippedError
+
+
+def save(ckpt: Checkpointer, state: dict[str, Any], step: int) -> None:
+    """Until the state is durable: while the writer of an earlier process ends, snapshots are skipped."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            ckpt.save(state, step=step).wait(60)
+        except SnapshotSkippedError:
+            if time.monotonic() > deadline:
+                raise
+            threading.Event().wait(0.05)
+        else:
+            return
 
 
 def train(config: dict[str, Any], last: int) -> None:
@@ -19,9 +36,7 @@ def train(config: dict[str, Any], last: int) -> None:
         print(f"from {step}", flush=True)
         for step in range(step + 1, last + 1):  # noqa: B020
             weights = torch.arange(50_000.0) + (torch.arange(50_000) < step * 10) * step
-            ckpt.save({"model": {"secret_name": weights, "frozen": torch.ones(70_000)}, "step": step}, step=step).wait(
-                60
-            )
+            save(ckpt, {"model": {"secret_name": weights, "frozen": torch.ones(70_000)}, "step": step}, step)
             print(f"durable {step}", flush=True)
 
 

@@ -95,10 +95,6 @@ def test_a_call_that_ends_while_it_is_being_left_is_no_call_that_hangs(
 ) -> None:
     """The tier is released, as if the call had come back a moment earlier."""
     let_time_pass_where_calls_hang(monkeypatch)
-    run.start(drain_seconds=0.1)
-    run.save(1)
-    run.until_copied(1)
-    end = run.weather[run.far].hang("put")
     give_up = Replicator._give_up
 
     def late(one: Replicator, error: StorageStalledError) -> Exception | None:
@@ -109,7 +105,12 @@ def test_a_call_that_ends_while_it_is_being_left_is_no_call_that_hangs(
             until(lambda: call is None or call.done, lambda: "the call does not end", WAIT_SECONDS)
         return found
 
+    # Before the start: an attempt asks what was there when it began.
     monkeypatch.setattr(Replicator, "_give_up", late)
+    run.start(drain_seconds=0.1)
+    run.save(1)
+    run.until_copied(1)
+    end = run.weather[run.far].hang("put")
     run.save(2)
     run.state_of(run.far, "hangs")
     run.close()

@@ -240,7 +240,7 @@ def test_what_commands_do_with_a_plain_run_they_do_with_a_sealed_one(
     assert "secret_name" in capsys.readouterr().out
     assert ckpt("diff", f"{yaml}#2", f"{yaml}#3") in (0, 1)
     for seen in (["repair"], ["scrub"]):
-        damaged = max((places[0] / "data").iterdir(), key=lambda one: one.stat().st_size)
+        damaged = next(iter((places[0] / "data").glob("00000003-*")))  # the far tier skips older ones when it lags
         text = bytearray(damaged.read_bytes())
         text[len(text) // 2] ^= 1
         damaged.write_bytes(text)

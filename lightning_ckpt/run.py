@@ -251,7 +251,7 @@ class FitRun:
         if self._owner not in self._trainer.callbacks:  # type: ignore[attr-defined]
             return
         if self._begun:
-            self._run.audit.stepped()
+            self._run.audit.hidden.stepped()
         else:
             self._begun = True
             self._run.audit.begin("batch")

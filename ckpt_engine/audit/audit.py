@@ -71,9 +71,7 @@ class HiddenState:
 
     def __init__(self, mode: Mode, skipped: Iterable[str] = ()) -> None:
         self._mode = mode
-        self.on = mode != "off"
-        """Whether anything is looked at."""
-        self.skipped = frozenset(skipped)
+        self._skipped = frozenset(skipped)
         self._moments: dict[str, Beginning] = {}
         self._before: Beginning | None = None
         self._unrepeated: dict[str, Unrepeated] = {}
@@ -91,19 +89,28 @@ class HiddenState:
         """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
         as an open file, is ready in this process."""
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether anything is looked at."""
+        return self._mode != "off"
+
     def note(self, moment: str, roots: Mapping[str, Any]) -> None:
         """Note what all attributes are now.
 
         Args:
             roots: the objects that take part in training, by the names that users know them by.
         """
-        self._moments[moment] = begun = Beginning(roots, self.skipped)
+        self._moments[moment] = begun = Beginning(roots, self._skipped)
         modules = [(name, one) for name, one in roots.items() if isinstance(one, torch.nn.Module)]
         self._parameters = {f"{name}.{key}": p for name, one in modules for key, p in one.named_parameters()}
         if self._before is not None:
             self._unrepeated = dict(self._before.differences(begun))
             self._before = None
         begun.take_back(self._unrepeated)
+
+    def note_unrepeated(self, roots: Mapping[str, Any]) -> None:
+        """What is changed from here to the next moment counts as changed: see `Audit.begin_unrepeated`."""
+        self._before = Beginning(roots, self._skipped)
 
     def stepped(self) -> None:
         """The process has made a step. The first one counts that can be compared with a beginning."""
@@ -240,7 +247,7 @@ class HiddenState:
         }
 
 
-class Audit(HiddenState):
+class Audit:
     """Looks at the objects that take part in training, and at the loop's local variables.
 
     Args:
@@ -249,6 +256,9 @@ class Audit(HiddenState):
         log: of the adapter.
         skipped: attributes of the trainer's own classes.
         ahead: the first names of objects that are further than training.
+
+    Attributes:
+        hidden: what training changes of the objects.
     """
 
     def __init__(
@@ -259,26 +269,30 @@ class Audit(HiddenState):
         skipped: Iterable[str] = (),
         ahead: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        super().__init__(mode, skipped)
-        self.roots, self._ahead, self._log = roots, ahead, log
+        self.hidden = HiddenState(mode, skipped)
+        self._roots, self._ahead, self._log = roots, ahead, log
         self._locals = CarriedLocals()
-        self._looks, self.looks_early = 0, self.on
-        """Whether `boundary` looks where no snapshot is taken."""
+        self._looks = 0
         self._carried: list[str] = []
+
+    @property
+    def looks_early(self) -> bool:
+        """Whether `boundary` looks where no snapshot is taken."""
+        return self._looks < _FIRST_LOOKS and self.hidden.is_watched
 
     def begin(self, moment: str) -> None:
         """See `HiddenState.note`."""
-        if self.on:
+        if self.hidden.is_watched:
             self._locals.modules = of_modules()
-            self.note(moment, {**self._locals.modules, **self.roots()})
+            self.hidden.note(moment, {**self._locals.modules, **self._roots()})
 
     def begin_unrepeated(self) -> None:
         """What follows, up to the first moment, only the run's first process does, such as a check of the validation.
 
         What it changes counts as changed: another process begins with what was there before.
         """
-        if self.on:
-            self._before = Beginning({**of_modules(), **self.roots()}, self.skipped)
+        if self.hidden.is_watched:
+            self.hidden.note_unrepeated({**of_modules(), **self._roots()})
 
     def boundary(self, known: Collection[Any], *, taking: bool) -> None:
         """The loop is between two steps, and its frames are on this thread's stack.
@@ -288,30 +302,30 @@ class Audit(HiddenState):
             taking: a snapshot is taken here. Variables are compared there, before the first step and at the first
                 boundaries: what a step has changed is then known to the first snapshot.
         """
-        if not self.on or not (taking or self._looks < _FIRST_LOOKS):
+        if not (self.looks_early or (taking and self.hidden.is_watched)):
             return
         self._looks += 1
-        self.looks_early = self._looks < _FIRST_LOOKS
-        carries = [one for one in self.roots().values() if isinstance(one, Carry)]
+        carries = [one for one in self._roots().values() if isinstance(one, Carry)]
         if new := self._locals.look(known, carries):
             self._log.warning("%s", sentence(new))
 
     def for_snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Small plain values, and large ones by path. What no snapshot has is logged once."""
-        rows = self.state(self._ahead()) if self.on else {}
-        if new := self.unsaved(rows):
+        rows = self.hidden.state(self._ahead()) if self.hidden.is_watched else {}
+        if new := self.hidden.unsaved(rows):
             self._log.warning("training changes state that no snapshot has: %s", "; ".join(new))
         small, large = taken_apart(rows)
-        return {"attributes": small, "locals": self._locals.names, "inputs": self.inputs(rows)}, large
+        return {"attributes": small, "locals": self._locals.names, "inputs": self.hidden.inputs(rows)}, large
 
     def resumes(self, small: Mapping[str, Any], large: Mapping[str, Any]) -> None:
         """What `for_snapshot` gave for the snapshot that this process resumes from."""
-        if small and self.on:
-            self.expect(put_together(small["attributes"], large), small.get("inputs", {}))
+        if small and self.hidden.is_watched:
+            self.hidden.expect(put_together(small["attributes"], large), small.get("inputs", {}))
             self._carried = list(small["locals"])
 
     def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
-        restored, missing = super().restore(moment)
+        """See `HiddenState.restore`."""
+        restored, missing = self.hidden.restore(moment)
         if self._carried:
             missing.append(NotRestored("local variables", sentence(self._carried)))
             self._carried = []

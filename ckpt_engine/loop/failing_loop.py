@@ -191,12 +191,12 @@ class FailingRun:
                 obstacle = str(err)
         if not all(of_framework(type(one)) for one in others.values()) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
-        modes, versions, attributes = tensors.modes(), tensors.versions(), self._audit.frozen(quick=True)
+        modes, versions, attributes = tensors.modes(), tensors.versions(), self._audit.hidden.frozen(quick=True)
         metrics = {} if obstacle else tensors.metric_states()
         copies = [] if obstacle else tensors.copies()
 
         def find() -> TakeLast:
-            require_unmoved(attributes, self._audit.frozen())
+            require_unmoved(attributes, self._audit.hidden.frozen())
             if tensors.identity() != _Tensors(self._parts).identity():
                 raise ImpossibleError("the model has other parameters or buffers than at that boundary")
             if tensors.versions() != versions or self._left not in (None, tensors.samples()):

@@ -355,7 +355,7 @@ class Tracker(LoopProgress):
         if obstacle is None:
             for one in self._due:
                 one.interior = one.delivered > 0
-        self._audit.stepped()
+        self._audit.hidden.stepped()
         self._stepped.look()
         here = LoopBoundary(self, feed, obstacle)
         self._run.boundary(self._steps, here)

@@ -56,7 +56,7 @@ class AcceleratedLoop(Tracker):
                 hint="AdaptiveCheckpoint(accelerator, 'ckpt.yaml')",
             )
         engine = Engine(config, ranks=ranks_of(accelerator), **options)
-        self._internals = internals = AcceleratorInternals(accelerator)
+        internals = AcceleratorInternals(accelerator)
         internals.probe()
         parts = AcceleratedParts(accelerator, internals)
         if not parts.optimizers:
@@ -77,26 +77,21 @@ class AcceleratedLoop(Tracker):
                 trainer="accelerate",
                 folder=Path(accelerator.project_dir or "."),
             )
+
+        def init_trackers(original: Callable[..., None], *arguments: Any, **more: Any) -> None:
+            """Runs where the accelerator makes its trackers."""
+            original(*arguments, **more)
+            self.continue_curves(internals.curves)
+
         self.continue_curves(internals.curves)
-        internals.around(accelerator, "init_trackers", self._init_trackers)
+        internals.around(accelerator, "init_trackers", init_trackers)
         internals.around(accelerator, "end_training", self._end_accelerated)
         internals.around(accelerator, "skip_first_batches", self._skip_first_batches)
         if engine.config.log.loggers != "off":
             internals.around(accelerator, "log", self._log_too)
-        self._before_step = register_optimizer_step_pre_hook(self._before_first_step)
-        self._handle = accelerator.register_load_state_pre_hook(lambda *_: self.abandon_resume())
-
-    def release(self) -> None:
-        """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""
-        super().release()
-        self._internals.undo()
-        self._before_step.remove()
-        self._handle.remove()
-
-    def _init_trackers(self, original: Callable[..., None], *arguments: Any, **more: Any) -> None:
-        """Runs where the accelerator makes its trackers."""
-        original(*arguments, **more)
-        self.continue_curves(self._internals.curves)
+        self._hooks.callback(internals.undo)
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_first_step).remove)
+        self._hooks.callback(accelerator.register_load_state_pre_hook(lambda *_: self.abandon_resume()).remove)
 
     def _end_accelerated(self, original: Callable[[], None]) -> None:
         """Runs where the accelerator ends training."""
@@ -108,10 +103,10 @@ class AcceleratedLoop(Tracker):
     def _skip_first_batches(self, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
         """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""
         feed = next((one for one in self._feeds if self._sources[one.name].outer is dataloader), None)
-        if feed is None or not self._awaits(feed):
+        if feed is None or not self._life.awaits(feed):
             return original(dataloader, num_batches)
         skips = f"skip_first_batches(loader, {num_batches}) skips nothing"
-        self._resume.note(f"{skips}: the loader continues after {feed.delivered} batches")
+        self._resume.report.notes.append(f"{skips}: the loader continues after {feed.delivered} batches")
         return dataloader
 
     def _log_too(self, original: Callable[..., None], values: Mapping[str, Any], *arguments: Any, **more: Any) -> None:
@@ -120,10 +115,10 @@ class AcceleratedLoop(Tracker):
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""
-        feed = self._resumed
-        if feed is None or not self._awaits(feed) or self._recent:
+        feed = self._life.resumed
+        if feed is None or not self._life.awaits(feed) or self._turns.asked:
             return
-        if self._loops.tracked(optimizer) is not None:
+        if self._loops.untracked.tracked(optimizer) is not None:
             raise ResumeError(
                 f"the resumed run trains on batches of a loader that is not followed: {feed.name!r}, whose next pass "
                 f"starts after {feed.delivered} batches, was not asked for any",

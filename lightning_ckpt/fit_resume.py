@@ -82,7 +82,6 @@ class FitResume(FreshStart):
         self._callbacks: Mapping[str, Any] = {}
         self._kept: Kept | None = None
         self._regrouped: list[tuple[torch.optim.Optimizer, run_state.Groups]] = []
-        self.pending = False
         self.loggers: FitLoggers | None = None
 
     @staticmethod
@@ -93,9 +92,18 @@ class FitResume(FreshStart):
         return base if number in ("", "0") else f"{base}_{number}"
 
     @property
+    def pending(self) -> bool:
+        """A snapshot of a `fit` was loaded, and not all of it is put back yet."""
+        return "kind" in self._own
+
+    @property
+    def _rollbacks(self) -> Any:
+        return None if self._run is None else self._run.stopping.rollbacks
+
+    @property
     def _back(self) -> Any:
         """Where the run goes back to because it has diverged, or None."""
-        return self._run.rollbacks.back if self._run is not None and self._run.rollbacks is not None else None
+        return None if self._rollbacks is None else self._rollbacks.back
 
     # ---- choosing
 
@@ -130,11 +138,11 @@ class FitResume(FreshStart):
                     f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
                     hint="train first, or pass the path of a checkpoint",
                 )
-            self._announce(f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}")
+            self.report.announce(f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}")
             original(None, *args, **kwargs)
         else:
-            if self._run is not None and self._run.rollbacks is not None:
-                self._run.rollbacks.pending(candidate.info.id)
+            if self._rollbacks is not None:
+                self._rollbacks.pending(candidate.info.id)
             self._load()
 
     def _load(self) -> None:
@@ -171,20 +179,19 @@ class FitResume(FreshStart):
             self._run.audit.resumes(own.get("audit", {}), own["hidden"])
         self._note_place(own, own["epoch"] if self.finished else None)
         if back is not None:
-            self.note(back.text())
-            if self._rank == 0:
+            self.report.notes.append(back.text())
+            if self.report.rank == 0:
                 _log.warning("%s; training goes on at step %d", back.text(), back.step)
             if self._internals.user_fetches:
-                self.add([], [NotRestored("skipped batches", "training_step fetches itself")])
-        self.pending = True
-        self._notes += self._internals.skip_searches(lambda: self.pending, own.get("batch_sizes", {}))
+                self.report.add([], [NotRestored("skipped batches", "training_step fetches itself")])
+        self.report.notes += self._internals.skip_searches(lambda: self.pending, own.get("batch_sizes", {}))
         if self.loggers is not None:
             self.loggers.wait(loaded.manifest.notes)
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
         others = None if self._elastic is None else self._elastic.saved_size
-        self._loaders.expect(own["loaders"], own.get("validation", ()), others, self._resplit, self._announce)
+        self._loaders.expect(own["loaders"], own.get("validation", ()), others, self._resplit, self.report.announce)
         if self._elastic is not None:
             self._own = {**own, "rng": self._elastic.streams}
             if own["gradients"]:
@@ -203,9 +210,9 @@ class FitResume(FreshStart):
         self._require_whole(MODEL, divided=divided)
         state.setdefault("state_dict", weights)
         if not divided:
-            assert self._loaded is not None
+            assert self.report.loaded is not None
             shapes = model.shapes_in(state["state_dict"])
-            model.require_fits(shapes, self._loaded.info.id, strict=self._module.strict_loading)
+            model.require_fits(shapes, self.report.loaded.info.id, strict=self._module.strict_loading)
         self._unchanged = state
         if own is None or not changes.touches(MODEL):
             return own
@@ -234,9 +241,9 @@ class FitResume(FreshStart):
             return
         imported = manifest.notes.get("imported", {"from": "a state that was saved by hand"})
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
-        self.note(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
+        self.report.notes.append(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
         restored = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
-        self.add(restored, [NotRestored(name, why) for name, why in _NOT_IN_A_FILE.items()])
+        self.report.add(restored, [NotRestored(name, why) for name, why in _NOT_IN_A_FILE.items()])
 
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
@@ -283,15 +290,10 @@ class FitResume(FreshStart):
             and self._own["stopped_early"]
         ):
             return True
-        self.note("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
+        self.report.notes.append("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
         return False
 
     # ---- restoring
-
-    @property
-    def is_to_be_published(self) -> bool:
-        """The report is not out yet."""
-        return self._loaded is not None
 
     def resume_run(self) -> bool:
         """What the earlier run had learned about its snapshots counts; whether EarlyStopping has stopped it."""
@@ -337,7 +339,7 @@ class FitResume(FreshStart):
         before, now = len(checkpoint["lr_schedulers"]), len(self._trainer.lr_scheduler_configs)
         if before != now and not restart.averages(self._trainer) and not self._engine.changes:
             why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"
-            self.add([], [NotRestored("schedulers", why)])
+            self.report.add([], [NotRestored("schedulers", why)])
         states, parts = checkpoint["optimizer_states"], run_state.FitParts(self._internals, self._trainer, self._module)
         names = self._own["parameters"]
         divided, optimizers = sharded.is_sharded(self._trainer), parts.optimizers
@@ -345,10 +347,10 @@ class FitResume(FreshStart):
         grown = {key: one for key, one in own.items() if len(one) > len(optimizers[key].param_groups)}
         same = {key: one for key, one in own.items() if key not in grown}
         with self._fitting("the optimizers of the snapshot do not fit those of configure_optimizers()", _HINT):
-            self.add(
+            self.report.add(
                 [], self._match_optimizers(parts, same, run_state.named_schedulers(self._trainer), divided=divided)
             )
-            self.add([], [NotRestored(*row) for row in self._own.get("unsaved_within", {}).items()])
+            self.report.add([], [NotRestored(*row) for row in self._own.get("unsaved_within", {}).items()])
             self._regrouped = run_state.restore_groups(self._trainer, parts, states, grown)
             self._load_optimizers(
                 self._trainer.optimizers,
@@ -371,7 +373,7 @@ class FitResume(FreshStart):
             self._settle_optimizers(self._trainer.optimizers)
             return
         if self._kept is not None:
-            self.add([], self._kept.put_back())
+            self.report.add([], self._kept.put_back())
             self._kept = None
         self._loaders.settle()
         if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):
@@ -385,7 +387,7 @@ class FitResume(FreshStart):
         restart.begin_averaging(self._trainer, self._module)
         if self._loaders.epoch_restarts:
             self._restart_epoch()
-        self._notes += () if self._elastic is None else self._elastic.notes(self._loaders.dealt())
+        self.report.notes += () if self._elastic is None else self._elastic.notes(self._loaders.dealt())
         if self.finished:
             self._internals.clear_restart()
             self._internals.clear_resuming()
@@ -405,12 +407,12 @@ class FitResume(FreshStart):
         gradients = None if self._module.automatic_optimization else self._own["gradients"]
         of_the_epoch: dict[str, Any] = {"results": {}, "metrics": {}, "combined": None, "gradients": gradients}
         self._own = {**self._own, **of_the_epoch, "tables": tables, "progress": progress}
-        self.note(f"data: restart_epoch: epoch {self._own['epoch']} starts again at its first batch")
+        self.report.notes.append(f"data: restart_epoch: epoch {self._own['epoch']} starts again at its first batch")
 
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
         missing = restart.replay(self._internals, self._trainer, self._module, self._callbacks, self._regrouped)
-        self.add([], missing)
+        self.report.add([], missing)
 
     def at_first_fetch(self) -> None:
         """The last moment before anything of the resumed run happens."""
@@ -426,14 +428,13 @@ class FitResume(FreshStart):
         return {} if self.loggers is None else self.loggers.note()
 
     def _continue_curves(self) -> None:
-        if self.loggers is not None and self.is_to_be_published:
-            self.add([], self.loggers.go_on(self._engine.forked_from))
+        if self.loggers is not None and self.report.is_open:
+            self.report.add([], self.loggers.go_on(self._engine.forked_from))
 
     def _let_go(self) -> None:
         self._continue_curves()
         # Gradients and metric states can be large.
         self._own, self._callbacks, self._elastic, self._regrouped = {}, {}, None, []
-        self.pending = False
 
     def _put_back(self) -> None:
         own, module, internals = self._own, self._module, self._internals
@@ -450,8 +451,8 @@ class FitResume(FreshStart):
         missing += self._restore_streams()
         if internals.validates_by_time:
             missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
-        self.add(restored, missing + internals.lost_tickets(module))
-        self._notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
+        self.report.add(restored, missing + internals.lost_tickets(module))
+        self.report.notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
 
     def _parts(self, *, exact: bool) -> list[Restored]:
         own, trainer, count = self._own, self._trainer, self.count
@@ -472,13 +473,13 @@ class FitResume(FreshStart):
 
     def _conclude(self) -> None:
         if self.pending:
-            self._notes.append("training was complete already: nothing was done")
+            self.report.notes.append("training was complete already: nothing was done")
             within = self._own["batch"] and not self.finished
             if within and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
-                self._missing.append(NotRestored("the rest of the epoch", _LATER_FIT))
+                self.report.missing.append(NotRestored("the rest of the epoch", _LATER_FIT))
         else:
-            self._missing += self._loaders.problems(self.inexact)
-            self._notes += self._loaders.notes()
+            self.report.missing += self._loaders.problems(self.inexact)
+            self.report.notes += self._loaders.notes()
 
 
 _HINT = "use the optimizers this run was started with, or another folder for the new run"

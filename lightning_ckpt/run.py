@@ -213,7 +213,7 @@ class FitRun:
     def _start_epoch(self, original: Callable[[], None]) -> None:
         """Runs where Lightning starts an epoch."""
         self._internals.reset_epoch_length()
-        if self.resume.pending or (self.resume.is_to_be_published and not self.guard.waits_for_batch):
+        if self.resume.pending or (self.resume.report.is_open and not self.guard.waits_for_batch):
             self.resume.before_epoch()
             self.guard.first_batch(self.resume.publish)
         original()

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import change
 from ckpt_engine.config.reporting import Status
@@ -26,7 +27,6 @@ from ckpt_engine.errors import LeaseHeldError, RanksError, StateError, StorageEr
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import INTERVAL, MEMORY
-from ckpt_engine.loop.components import Components
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, cadence_of, ended_by
@@ -41,6 +41,9 @@ from ckpt_engine.probe.recorder import NOTE
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.peft_adapters import note_of_adapters
+
+if TYPE_CHECKING:
+    from ckpt_engine.loop.capture import Capture
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nothing stops it."""
@@ -67,7 +70,7 @@ class Stopping:
         numbers: for the status page; called on threads.
         ends_with: makes of an exit code the exception that ends the run.
         losses: judges the losses that the adapter gives; None: it gives none.
-        rollbacks: where a run that has diverged goes back, if it may.
+        rollbacks: where a run that has diverged goes back; None: it may not.
 
     Attributes:
         watch: knows of requests to stop, and of what is durable.
@@ -91,7 +94,7 @@ class Stopping:
         rollbacks: Rollbacks | None,
     ) -> None:
         log.addFilter(clear_bars)
-        self._engine, self._log, self.losses = engine, log, losses
+        self._engine, self._log, self.losses, self.rollbacks = engine, log, losses, rollbacks
         self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks, lambda: engine.divided)
         self._rank = None if engine.ranks is None else engine.ranks.rank
         if losses_of(engine.config) is not None and losses is None:
@@ -348,9 +351,8 @@ class TrainingRun:
         engine: takes and restores the snapshots.
         trainer: the name of the adapter, for notes.
         device: where training computes.
-        lazy: which leaves of the state change in optimizer steps only.
+        capture: makes the state of the components, whose optimizers' steps are recorded.
         log: of the adapter.
-        parts: the components, whose optimizers' steps are recorded.
         ends_with: makes of an exit code the exception that ends the run.
         losses: judges the losses that the adapter gives; None: it gives none.
         rollbacks: where a run that has diverged goes back, if it may.
@@ -364,16 +366,15 @@ class TrainingRun:
         engine: Engine,
         trainer: str,
         device: torch.device,
-        lazy: LazyPredicate,
+        capture: Capture,
         log: logging.Logger,
-        parts: Components,
         *,
         ends_with: Callable[[int], BaseException] = SystemExit,
         losses: Losses | None = None,
         rollbacks: Rollbacks | None = None,
     ) -> None:
         self.engine, self.config = engine, engine.config
-        self._trainer, self._log = trainer, log
+        self._trainer, self.log = trainer, log
         engine.events = sinks = FanOutSink(engine.events)
         self.cadence = cadence_of(FrequencySettings.of(self.config), SystemClock(), engine)
         self.metrics = RunMetrics(self.cadence, engine.times)
@@ -383,15 +384,28 @@ class TrainingRun:
             engine, self.cadence, sinks, log, self.metrics.numbers, ends_with, losses=losses, rollbacks=rollbacks
         )
         self.metrics.outlook = self.stopping.watch.outlook
-        self._lazy, self._parts = None if self.config.lazy == "off" else lazy, parts
+        self.capture = capture
         self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
-        self._recorder = recorder = engine.record(lambda: parts.optimizers, lambda: parts.modules)
+        self._recorder = recorder = engine.record(lambda: capture.parts.optimizers, lambda: capture.parts.modules)
         self.took: Callable[[Any], None] = recorder.took if recorder is not None else lambda _: None
         """Takes each batch that the loop gets of its training loader."""
-        self.begins: Callable[[int], object] = recorder.begin if recorder is not None else lambda _: None
-        """See `FlightRecorder.begin`."""
+
+    @property
+    def audit(self) -> Audit:
+        """Looks at what no `state_dict` names."""
+        return self.capture.audit
+
+    @property
+    def _lazy(self) -> LazyPredicate | None:
+        """Which leaves of the state change in optimizer steps only."""
+        return None if self.engine.config.lazy == "off" else self.capture.is_lazy
+
+    def begins(self, ahead: int) -> None:
+        """The resumed loop asks for its first batch: see `FlightRecorder.begin`."""
+        if self._recorder is not None:
+            self._recorder.begin(ahead)
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Go on with what the earlier process had learned about its snapshots."""
@@ -460,19 +474,20 @@ class TrainingRun:
         """
         step, began = instant.step, time.perf_counter()
         if (unproved := self._unproved) is not None:
-            self._log.warning("no snapshot of step %d: %s, and not all repeated steps are compared", step, unproved)
+            self.log.warning("no snapshot of step %d: %s, and not all repeated steps are compared", step, unproved)
             self.engine.miss(step, unproved)
             self.cadence.skipped(step, unproved)
             return None
         if self.stopping.vetoed(due=True):
             if durable:
-                self._log.error("no snapshot of step %d: its loss is far above the median of the steps before", step)
+                self.log.error("no snapshot of step %d: its loss is far above the median of the steps before", step)
                 self.engine.miss(step, "loss spike")
                 self.cadence.skipped(step, "loss spike")
             return None
         try:
             state, notes = instant.state(), {"trainer": self._trainer, **instant.notes()}
-            notes |= note_of_adapters(self._parts.modules, state) if self._parts.flat is None else {}
+            parts = self.capture.parts
+            notes |= note_of_adapters(parts.modules, state) if parts.flat is None else {}
             if self._recorder is not None:
                 notes[NOTE] = self._recorder.note
             self.engine.times.waited("stall", time.perf_counter() - began)
@@ -490,7 +505,7 @@ class TrainingRun:
             wrong = isinstance(err, StateError) and self.stopping.halt.metrics is None
             if wrong or isinstance(err, LeaseHeldError) or self.config.on_error == "raise":
                 raise
-            self._log.error("no snapshot of step %d: %s", step, err)
+            self.log.error("no snapshot of step %d: %s", step, err)
             self.engine.lacks(step, err)
             self.cadence.skipped(step, "error")
             return None
@@ -514,7 +529,7 @@ class TrainingRun:
             self._recorder.boundary(instant.step)
         if not self.engine.ready() and not self.engine.wait(self.stopping.halt.seconds_left(END_WAIT_SECONDS)):
             late = WaitTimeoutError("the final state was not saved: earlier snapshots are still being written")
-            self._log.error("%s", late.message)
+            self.log.error("%s", late.message)
             self.engine.lacks(instant.step, late)
             self.engine.miss(instant.step, "busy")
             return

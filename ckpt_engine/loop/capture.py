@@ -82,8 +82,8 @@ class Capture:
     def __init__(
         self, parts: Components, audit: Audit, ranks: Ranks | None, wrappers: Callable[[], Iterable[nn.Module]]
     ) -> None:
-        self._parts = parts
-        self._audit = audit
+        self.parts = parts
+        self.audit = audit
         self._wrappers = wrappers
         self._ranks = ranks
         self.made = made_by_script(parts.optimizers, parts.objects)
@@ -108,14 +108,14 @@ class Capture:
             gradients: those that wait for an optimizer step.
             before: makes of the components those of an earlier moment.
         """
-        hidden, large = self._audit.for_snapshot()
+        hidden, large = self.audit.for_snapshot()
         streams = rng.capture()
-        state = self._parts.state()
+        state = self.parts.state()
         if rng.capture() != streams:
             rng.restore(streams)  # a state_dict of the user may draw; the run must not notice that it is captured
         if before is not None:
             state = before(state)
-        self._weights = {key: one for key, one in state.items() if self._parts.owner((key, "")) is not None}
+        self._weights = {key: one for key, one in state.items() if self.parts.owner((key, "")) is not None}
         self._managed = None
         values, tables = own_values(state, self._ranks)
         return state | {
@@ -150,14 +150,14 @@ class Capture:
         Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever
         their owner likes (averaged weights, momentum encoders), so these are not lazy.
         """
-        owner = self._parts.owner(path)
+        owner = self.parts.owner(path)
         if not isinstance(owner, nn.Module):
             return owner is not None
         tensor = self._weights[path[0]][path[1]]
         if not isinstance(tensor, torch.Tensor | FlatPart):
             return False
         if self._managed is None:
-            self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
+            self._managed = frozenset(here(p).data_ptr() for p in managed(self.parts.optimizers.values()))
         live = here(tensor)
         return live.numel() > 0 and live.data_ptr() in self._managed
 

@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
 from ckpt_engine.loop import components
@@ -121,16 +120,14 @@ class FailingRun:
     """Training thread only.
 
     Args:
-        parts: the components of a snapshot.
-        audit: of the run.
         run: takes the snapshot.
 
     Attributes:
         waits: the loop waits for the first batch after the boundary: no code but the loader's has run since.
     """
 
-    def __init__(self, parts: Components, audit: Audit, run: TrainingRun) -> None:
-        self._parts, self._audit, self._run = parts, audit, run
+    def __init__(self, run: TrainingRun) -> None:
+        self._parts, self._run = run.capture.parts, run
         self.last: LastBoundary[Callable[[], TakeLast]] = LastBoundary(self._make, run.config.overhead)
         self._step = 0
         self._around = sys.exception()
@@ -191,12 +188,12 @@ class FailingRun:
                 obstacle = str(err)
         if not all(of_framework(type(one)) for one in others.values()) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
-        modes, versions, attributes = tensors.modes(), tensors.versions(), self._audit.hidden.frozen(quick=True)
+        modes, versions, attributes = tensors.modes(), tensors.versions(), self._run.audit.hidden.frozen(quick=True)
         metrics = {} if obstacle else tensors.metric_states()
         copies = [] if obstacle else tensors.copies()
 
         def find() -> TakeLast:
-            require_unmoved(attributes, self._audit.hidden.frozen())
+            require_unmoved(attributes, self._run.audit.hidden.frozen())
             if tensors.identity() != _Tensors(self._parts).identity():
                 raise ImpossibleError("the model has other parameters or buffers than at that boundary")
             if tensors.versions() != versions or self._left not in (None, tensors.samples()):

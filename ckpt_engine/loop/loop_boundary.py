@@ -35,8 +35,8 @@ class LoopBoundary:
 
     def decided(self, *, due: bool) -> None:
         tracker = self._tracker
-        if due or tracker._audit.looks_early:
-            tracker._audit.boundary(tracker._counters(self._feed), taking=due)
+        if due or tracker._run.audit.looks_early:
+            tracker._run.audit.boundary(tracker._counters(self._feed), taking=due)
         if not (due or tracker._prepared):
             # The optimizers have their state now: the arena is made ready in the background.
             tracker._run.prepare(tracker._instant(self._feed, tracker._positions()).state())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
@@ -26,9 +26,9 @@ from ckpt_engine.loop.shape import (
     is_same,
     later,
     place_of,
-    tensors_of,
     way_here,
 )
+from ckpt_engine.loop.untracked import UntrackedOptimizers
 
 _OR_CARRY = ", or keep it in track(…, carry=Carry(…))"
 _NO_EPOCHS = "run.epoch counts passes over tracked loaders"
@@ -49,6 +49,9 @@ class Loops:
         feeds: the loaders, all of them.
         log: of the adapter.
         optimizers: those that are tracked.
+
+    Attributes:
+        untracked: other optimizers that make steps.
     """
 
     def __init__(
@@ -59,11 +62,7 @@ class Loops:
         objects: Iterable[Any] = (),
     ) -> None:
         self._feeds = feeds
-        self._optimizers, self.ids = optimizers, frozenset(map(id, optimizers))
-        self._beside: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        """Others that have made a step since the last boundary."""
-        self._untracked: dict[int, str] = {id(one): "" for one in objects}
-        """What is said of those that are not among the optimizers; of what wraps one of these nothing."""
+        self.untracked = UntrackedOptimizers(optimizers, objects)
         self._log = log
         self._home = code_now()
         self.start = LoopStart(self._home)
@@ -78,12 +77,16 @@ class Loops:
         self.counted: Mapping[str, int] = {}
         """What a resumed loop that announces its steps had counted."""
         self._begun_on = self._stepped_on = get_ident()
+        self._began: dict[Feed, float] = {}
+        """When the running passes were asked for their first batch."""
 
     # ---- while the loop runs
 
     def asked(self, feed: Feed) -> list[str]:
         """A batch is asked for; why the iterators around this loader do not go on where they were."""
         feed.asked_on = get_ident()
+        if feed.phase is BEGUN:
+            self._began.setdefault(feed, time.monotonic())
         if feed.phase is BEGUN or not is_here(feed.way):
             feed.way, feed.asked_from = way_here(self._home), (ask := Ask(self._home)).at
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
@@ -109,14 +112,6 @@ class Loops:
         self._around[feed.name] = (counts, feed.delivered, ask.keeps(feed.running))
         return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask)
 
-    def tracked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-        """The tracked optimizer whose step this one has made, which may have it inside; another is looked at later."""
-        if id(optimizer) in self.ids:
-            return optimizer
-        if id(optimizer) not in self._untracked:
-            self._beside[id(optimizer)] = weakref.ref(optimizer)
-        return next((one for one in self._optimizers if any(each is optimizer for each in vars(one).values())), None)
-
     def stepped(self) -> None:
         """An optimizer has made a step."""
         if not self.start.over:
@@ -124,8 +119,8 @@ class Loops:
             self._look_for_older_iterators()
         self.resumed, self._stepped_on, self._stepped_at = None, get_ident(), next(clock)
 
-    def over(self, feed: Feed) -> None:
-        """A pass has ended, or was left."""
+    def over(self, feed: Feed) -> float | None:
+        """A pass has ended, or was left; when it was asked for its first batch, None: it was not."""
         counts, given, kept = self._around.get(feed.name, ([], 0, False))
         self._around[feed.name] = (later(counts, feed.delivered - given), 0, kept)
         others = [one for one in self._feeds if one is not feed and one.trained]
@@ -134,11 +129,12 @@ class Loops:
         feed.alone = feed.trained and (left or shared)
         if not self._saved:
             feed.leave()  # the loop trains again: a `zip` ended by another loader, for one
+        return self._began.pop(feed, None)
 
     def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
-        while self._beside:
-            self._look_at(self._beside.popitem()[1]())
+        for problem in self.untracked.named(self._home):
+            self._log.warning("%s", problem)
         for one in due:
             if one.lead.ahead is None and one.phase in OPEN:
                 one.look_ahead(Ask(self._home))
@@ -172,24 +168,6 @@ class Loops:
                     f"make it after track(), as in batches = iter({feed.name})"
                 )
         self._log_new()
-
-    def _look_at(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Name an optimizer that is not tracked, if it takes a state of its own to the next step.
-
-        One whose state that of a tracked one has, as of a wrapper that has it inside, is part of that one.
-        """
-        if optimizer is None or not optimizer.state:
-            return
-        if any(_has_state_of(one, optimizer) for one in self._optimizers):
-            self._untracked[id(optimizer)] = ""
-            return
-        if (name := Ask(self._home).name_of(optimizer)) is None:
-            return
-        self._untracked[id(optimizer)] = problem = (
-            f"{name} ({type(optimizer).__name__}) makes steps, and no snapshot has its state: track it and the model "
-            f"whose weights it changes, as in track(…, {name.rpartition('.')[2]}={name})"
-        )
-        self._log.warning("%s", problem)
 
     def _outer(self, feed: Feed) -> Feed | None:
         found = [
@@ -230,7 +208,7 @@ class Loops:
             "around": {one.name: self._counts(one, ask) for one in self._feeds if one.phase in OPEN},
             "says": [
                 *(problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))),
-                *filter(None, self._untracked.values()),
+                *self.untracked.problems,
             ],
         }
 
@@ -332,19 +310,3 @@ class Loops:
 def _was(name: str, before: int, now: int, ask: Ask) -> str:
     function, _, variable = name.rpartition(".")
     return f"{variable} was {before} in {function} ({ask.line()}) and is {now}: start it from"
-
-
-def unsaved_within(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
-    """The optimizers within others whose state theirs does not have, by path, and what to do."""
-    return {
-        f"{name}.{attribute} ({type(inner).__name__})": "no snapshot has its state: let the outer one share its own"
-        for name, outer in optimizers.items()
-        for attribute, inner in vars(outer).items()
-        if isinstance(inner, torch.optim.Optimizer) and inner.state and not _has_state_of(outer, inner)
-    }
-
-
-def _has_state_of(tracked: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Whether what `other` takes from step to step is in the state of a tracked one."""
-    own = set(map(id, tensors_of(list(other.state.values()))))
-    return tracked.state is other.state or own <= set(map(id, tensors_of(tracked.state_dict())))

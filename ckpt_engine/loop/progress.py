@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,8 +10,10 @@ from typing import Any, Self
 from ckpt_engine.config import Config
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
+from ckpt_engine.loop.boundary import TrainingRun
 from ckpt_engine.loop.feed import Feed
-from ckpt_engine.loop.phases import FRESH, RESTORING
+from ckpt_engine.loop.loop_life import LoopLife
+from ckpt_engine.loop.turns import Turns
 from ckpt_engine.observe.run_facts import WithFacts
 from ckpt_engine.snapshot import arguments
 
@@ -37,28 +38,28 @@ class LoopProgress(WithFacts, ABC):
     """What a loop reads of its tracker, and how it closes it.
 
     Args:
-        engine: of the run.
-        log: of the adapter.
+        run: of the loop.
         step: at which training begins.
     """
 
-    def __init__(self, engine: Engine, log: logging.Logger, step: int) -> None:
-        self._engine, self._log, self._steps = engine, log, step
-        self._phase = FRESH
+    def __init__(self, run: TrainingRun, step: int) -> None:
+        self._run = run
+        self._turns, self._life = Turns(step), LoopLife()
         self.metrics = {}
         self._training: Feed | None = None
         """The loader whose loop trains."""
-        self._resumed: Feed | None = None
-        """The one whose pass the snapshot was taken in, until that is over."""
-        self._resumed_batches = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnstartedCheckpoint, (self._engine.config, self.epoch, self._steps, self.resumed_batches)
+        return UnstartedCheckpoint, (self._engine.config, self.epoch, self._turns.step, self.resumed_batches)
+
+    @property
+    def _engine(self) -> Engine:
+        return self._run.engine
 
     @property
     def facts(self) -> dict[str, str]:
         """What `repr` and a notebook show of the loop."""
-        return {**self._engine.facts, "epoch": f"{self.epoch:,}", "step": f"{self._steps:,}"}
+        return {**self._engine.facts, "epoch": f"{self.epoch:,}", "step": f"{self._turns.step:,}"}
 
     @abstractmethod
     def finish(self, *, complete: bool | None = None) -> None:
@@ -87,23 +88,9 @@ class LoopProgress(WithFacts, ABC):
         return self._training.epochs if self._training is not None else 0
 
     @property
-    def global_step(self) -> int:
-        """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
-        self._begins()
-        return self._steps
-
-    @property
     def resumed_batches(self) -> int:
         """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
-        return self._resumed_batches if self._resumed is not None else 0
-
-    def _awaits(self, feed: Feed) -> bool:
-        """Whether a resumed loop has not asked for the first batch of this loader yet."""
-        return self._phase is RESTORING and feed.resuming
-
-    @abstractmethod
-    def _begins(self) -> None:
-        """The count of steps is read: a loop may be about to begin."""
+        return self._life.resumed_batches
 
     def close(self) -> None:
         """`finish`, then wait until everything is durable.
@@ -128,9 +115,10 @@ class LoopProgress(WithFacts, ABC):
         except CkptError as err:
             if kind is None:
                 raise
-            self._log.error("while handling %s: %s", kind.__name__, err)
+            self._run.log.error("while handling %s: %s", kind.__name__, err)
 
     def _counters(self, feed: Feed | None) -> set[int]:
         """Numbers that a loop may count along with the tracker."""
         delivered = 0 if feed is None else feed.delivered
-        return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
+        step, epoch = self._turns.step, self.epoch
+        return {step, step + 1, epoch, epoch + 1, delivered, delivered + 1}

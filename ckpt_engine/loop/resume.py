@@ -69,7 +69,6 @@ class LoopResume(Resume):
         folder: where the report is written if the run's own place is not a local folder.
         log: of the adapter.
         audit: of the run.
-        begins_at: nothing of ours is resumed, that was said, and training begins at this step.
     """
 
     def __init__(
@@ -81,43 +80,43 @@ class LoopResume(Resume):
         folder: Path,
         log: logging.Logger,
         audit: Audit,
-        begins_at: int | None = None,
     ) -> None:
         super().__init__(engine, log, lambda: folder)
-        self._begins_at = begins_at
         self._parts = parts
         self._feeds = feeds
         self._surroundings = surroundings
         self._audit = audit
         self._flags: dict[str, dict[str, list[str]]] = {}
         self._options: dict[str, float] = {}
-        self._order_later = False
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        """As they were put back, where the models may be wrapped later."""
+        self._buffers: dict[tuple[str, str], torch.Tensor] | None = None
+        """As they were put back, where the order of gradients waits for models that are wrapped later."""
         self._late: tuple[list[Restored], list[NotRestored]] = ([], [])
         """What belongs to the report once the loop trains."""
         self.waiting: dict[str, Any] = {}
         """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
 
-    def load(self) -> Mapping[str, Any] | None:
+    def load(self, begins_at: int | None) -> Mapping[str, Any] | None:
         """Choose a snapshot and put it back; what the loop saved about itself, or None for a fresh start.
 
         Of a snapshot that was imported only the step is known: its `cadence` is None.
+
+        Args:
+            begins_at: nothing of ours is resumed, that was said, and training begins at this step.
 
         Raises:
             NoUsableSnapshotError: there are snapshots, and none is usable.
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
             ResumeError: the snapshot is not of such a loop.
         """
-        if self._begins_at is not None or self._engine.config.resume_word == "off":
-            self.start_fresh("leave out resume='off'" if self._begins_at is None else "")
+        if begins_at is not None or self._engine.config.resume_word == "off":
+            self.start_fresh("leave out resume='off'" if begins_at is None else "")
             return None
         self._flags = self._flags_now()
         self._audit.begin("start")
         state = self._engine.load(live=live_of(self._parts), check=self._fits)
         loaded = self._engine.loaded
         if loaded is None:
-            self._announce(f"no snapshot in {self._engine.root_url} yet, starting fresh; {self._engine.rhythm}")
+            self.report.announce(f"no snapshot in {self._engine.root_url} yet, starting fresh; {self._engine.rhythm}")
             return None
         assert state is not None
         own = self._open(state, loaded)
@@ -129,27 +128,27 @@ class LoopResume(Resume):
         self._own = own
         self._load_parts(state)
         self._options = components.options_of(self._parts.optimizers)
-        self._missing += missing if self._rank == 0 else []
-        self._notes = [*([_OVER] if own["finished"] else []), *self._notes]
+        self.report.missing += missing if self.report.rank == 0 else []
+        self.report.notes = [*([_OVER] if own["finished"] else []), *self.report.notes]
         self._note_place(own, own["epoch"] - 1 if own["finished"] else None)
         self._load_feeds()
-        self._missing += self._restore_order(last=own["training"] is None or own["finished"])
-        self._missing += self._restore_streams()  # a loop that asks no loader has no later moment
+        self.report.missing += self._restore_order(last=own["training"] is None or own["finished"])
+        self.report.missing += self._restore_streams()  # a loop that asks no loader has no later moment
         if elastic is None:
-            self._restored += [Restored("random streams", ", ".join(own["rng"]))] * (
+            self.report.restored += [Restored("random streams", ", ".join(own["rng"]))] * (
                 not self._engine.changes.new_streams
             )
         else:
-            self._notes += elastic.notes(feed.position.dealt for feed in self._feeds)
+            self.report.notes += elastic.notes(feed.position.dealt for feed in self._feeds)
             metrics = "metric objects" if own.get("metric_states") else ""
-            self._missing += elastic.not_restored(metrics) if self._rank == 0 else []
+            self.report.missing += elastic.not_restored(metrics) if self.report.rank == 0 else []
         self._surroundings.restore(own["surroundings"])
         if elastic is None:
             self._audit.resumes(own.get("audit", {}), own["hidden"])
         if (own["training"] is None and not self._begins_later) or own["finished"]:
-            self.add(*self._audit.restore("start"))
+            self.report.add(*self._audit.restore("start"))
         if own["training"] is None:
-            self._missing += put_back_waiting(self._parts, self._own)
+            self.report.missing += put_back_waiting(self._parts, self._own)
         if own["training"] is None or own["finished"]:
             self._put_back_flags()  # the script's code at the start of an epoch is still to come
             self.publish()
@@ -164,16 +163,16 @@ class LoopResume(Resume):
             if name in state:
                 state[name] = with_tied(module, state[name])
         self._load_parts(state)
-        self._restored += adopted
+        self.report.restored += adopted
         if self._engine.changes.restarts:
             self.publish()
             return {"step": 0, "metrics": {}, "cadence": None, "training": None}
         found = {one.name for one in adopted}
-        self._missing += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
-        self._missing += missing
+        self.report.missing += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
+        self.report.missing += missing
         as_there = found >= _NOT_FROM_OTHERS.keys()
         worth = "goes on as its own program would" if as_there else "from its step on the run is not an exact repeat"
-        self._notes.append(f"imported from {loaded.manifest.notes[Surroundings.IMPORTED]['from']}: {worth}")
+        self.report.notes.append(f"imported from {loaded.manifest.notes[Surroundings.IMPORTED]['from']}: {worth}")
         self.publish()
         return {"step": loaded.info.step, "metrics": {}, "cadence": None, "training": None}
 
@@ -183,19 +182,19 @@ class LoopResume(Resume):
             if feed.phase not in OPEN:
                 self.again(feed)  # an evaluation before training has moved it
         missing = self._surroundings.restore(self._own["surroundings"])
-        if self._order_later and self._loaded is not None:
+        if self._buffers is not None and self.report.is_open:
             missing += self._restore_order(last=True)  # clears gradients
         missing += put_back_waiting(self._parts, self._own)
         if not self._own["finished"]:
             self._restore_metrics()  # a script that resets them when an epoch starts has just done so
             missing += self._put_back_flags() + components.options_set(self._options, self._parts.optimizers)
-            self.add(*self._audit.restore("batch"))
-        self.add([], missing)
+            self.report.add(*self._audit.restore("batch"))
+        self.report.add([], missing)
 
     def trains(self) -> None:
         """The loop trains, also one that was complete before: what it lacks for that is named. Cheap."""
         late, self._late = self._late, ([], [])
-        self.add(*late)
+        self.report.add(*late)
 
     def end(self, step: int) -> None:
         """The run ends at this step. If it had ended there before, what is drawn from now on is what was drawn then."""
@@ -222,14 +221,13 @@ class LoopResume(Resume):
 
     def say(self, *problems: str | None) -> None:
         """How the loop does not go on as it would have; None: it does."""
-        self.add([], [NotRestored("the loop", problem) for problem in problems if problem])
+        self.report.add([], [NotRestored("the loop", problem) for problem in problems if problem])
 
     def late(self, feed: Feed) -> None:
         """`feed` is followed from now on only: what the snapshot has of it has not changed since."""
         if (state := self.waiting.pop(feed.name, None)) is not None:
             feed.load(state, None, OnChange(self._engine.config.data))
-        for problem in _inexact_of(feed):
-            self._log.warning("not restored: %s: %s", problem.name, problem.why)
+        self.report.warn(_inexact_of(feed))
 
     def again(self, feed: Feed) -> None:
         """A pass over `feed` ended before anything was trained: the next one starts where this one did."""
@@ -238,12 +236,12 @@ class LoopResume(Resume):
             feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None, on_change)
 
     def _conclude(self) -> None:
-        self._missing += [problem for feed in self._feeds for problem in _inexact_of(feed)]
+        self.report.missing += [problem for feed in self._feeds for problem in _inexact_of(feed)]
         others = {name: one for name, one in self._parts.objects.items() if name not in self._parts.modules}
-        self._missing += [NotRestored(path, _DRAWN) for path in unsaved_orders(**others)]
+        self.report.missing += [NotRestored(path, _DRAWN) for path in unsaved_orders(**others)]
         if self._own.get("finished"):
-            self._late = ([], [one for one in self._missing if one.name not in self._parts.objects])
-            self._missing = [one for one in self._missing if one.name in self._parts.objects]
+            self._late = ([], [one for one in self.report.missing if one.name not in self._parts.objects])
+            self.report.missing = [one for one in self.report.missing if one.name in self._parts.objects]
 
     def _restore_order(self, *, last: bool) -> list[NotRestored]:
         """Of the sums of gradients, and whose buffers come next.
@@ -252,11 +250,12 @@ class LoopResume(Resume):
         """
         live = {(key, one.key): one.tensor for key, m in self._parts.modules.items() for one in buffers_of(m)}
         with torch.no_grad():
-            for at in live.keys() & self._buffers.keys():
-                live[at].copy_(self._buffers[at])
+            before = self._buffers or {}
+            for at in live.keys() & before.keys():
+                live[at].copy_(before[at])
         wrappers = wrappers_of(self._parts.modules.values())
-        missing, self._order_later = self._restore_gradient_order(wrappers, last=last)
-        self._buffers = {at: one.clone() for at, one in live.items()} if self._order_later else {}
+        missing, is_later = self._restore_gradient_order(wrappers, last=last)
+        self._buffers = {at: one.clone() for at, one in live.items()} if is_later else None
         return missing
 
     def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[dict[str, Any], list[NotRestored]]:
@@ -302,15 +301,15 @@ class LoopResume(Resume):
         for feed in self._feeds:
             self.again(feed)
             if (found := feed.restoration) is not None and found.again:
-                self.note(f"{feed.name}: {found.again}")
-                self._announce(self._notes[-1])  # now, as that may take long
+                self.report.notes.append(f"{feed.name}: {found.again}")
+                self.report.announce(self.report.notes[-1])  # now, as that may take long
             if feed.name not in saved:
                 why = "the snapshot has no loader of that name: it starts at its beginning"
-                self._missing.append(NotRestored(f"position of {feed.name!r}", why))
+                self.report.missing.append(NotRestored(f"position of {feed.name!r}", why))
         if not self._elastic:
             self.waiting = {name: state for name, state in saved.items() if name not in names}
         if saved:
-            self._restored.append(Restored("data position", count(len(saved), "loader")))
+            self.report.restored.append(Restored("data position", count(len(saved), "loader")))
 
     def _change(self, state: dict[str, Any]) -> None:
         """Make the changes that the option `resume` asks for.
@@ -348,9 +347,9 @@ class LoopResume(Resume):
         changed = self._match_optimizers(self._parts, names, self._parts.objects, divided=divided)
         restored, missing = self._parts.load(state)
         without = self._restore_metrics()
-        self._restored += [one for one in restored if one.name not in without]
+        self.report.restored += [one for one in restored if one.name not in without]
         missing = [one for one in missing if not self._engine.changes.leaves(one.name)]
-        self._missing += missing + changed + [problem for problems in without.values() for problem in problems]
+        self.report.missing += missing + changed + [problem for problems in without.values() for problem in problems]
 
     def _restore_metrics(self) -> dict[str, list[NotRestored]]:
         """What could not be, by component."""
@@ -376,7 +375,7 @@ class LoopResume(Resume):
 
     def _fits(self, written: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
-        manifest = written.as_rank(self._rank)
+        manifest = written.as_rank(self.report.rank)
         self._require_ranks(manifest)
         tracked = OWN_KEY in manifest.tree or Surroundings.IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:

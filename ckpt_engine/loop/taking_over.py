@@ -1,10 +1,7 @@
-"""What one process takes over from an earlier one, of any trainer: what it collects for the report of a resume, and how
-that is published, as a line and a file.
-"""
+"""What one process takes over from an earlier one, of any trainer."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -36,20 +33,13 @@ from ckpt_engine.loop.capture import (
 )
 from ckpt_engine.loop.components import made_otherwise
 from ckpt_engine.loop.distributed_models import GradientOrder
-from ckpt_engine.observe.events import announce
+from ckpt_engine.loop.open_report import OpenReport
 from ckpt_engine.observe.resume_report import (
-    FILE_NAME,
     NotRestored,
-    Rejected,
-    Replay,
-    Restored,
-    ResumeReport,
-    replace_file,
-    resumed_from_memory,
 )
-from ckpt_engine.observe.units import count, place
+from ckpt_engine.observe.units import count
 from ckpt_engine.restore import choose
-from ckpt_engine.restore.changes import UNCHANGED, Changes, is_due, restarts
+from ckpt_engine.restore.changes import is_due, restarts
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_size
@@ -64,41 +54,41 @@ _ONE_RANK = "leave the model out of the section; or make the change in a run of 
 
 
 class Resume(ABC):
-    """What one process takes over from an earlier one, and the report of it, of any trainer.
+    """What one process takes over from an earlier one, of any trainer.
 
     Args:
         engine: opens the run's folder.
         log: of the adapter.
         folder: where the report is written if the run's own place is not a local folder.
+
+    Attributes:
+        report: of what is taken over.
     """
 
     def __init__(self, engine: Engine, log: logging.Logger, folder: Callable[[], str | Path]) -> None:
-        self._engine, self._log, self._folder = engine, log, folder
+        self._engine = engine
         self._own: Mapping[str, Any] = {}
         self._elastic: Elastic | None = None
-        self._loaded: Loaded | None = None
-        """The snapshot, until the report of it is published."""
-        self._restored, self._missing, self._notes = list[Restored](), list[NotRestored](), list[str]()
-        self._report: ResumeReport | None = None
+        self.report = OpenReport(engine, log, folder)
 
     def _open(self, state: dict[str, Any], loaded: Loaded) -> dict[str, Any] | None:
         """Begin the report, and take our own entries out of the state of a snapshot; None: others have made it."""
-        self._loaded = loaded
+        self.report.loaded = loaded
         found = own_part(state, loaded, numbers_of(self._engine.ranks), self._engine.config.rng)
         if found is None:
             return None
         own, notes, self._elastic, differing = found
-        self._notes += notes
-        self._missing += differing
+        self.report.notes += notes
+        self.report.missing += differing
         own["parameters"] = stored.read_order(own.get("parameters"))
         self._engine.expect_replay(loaded, self._other_way)
         if (recorder := self._engine.recorder) is not None:
-            recorder.told = self._replayed
+            recorder.told = self.report.add_replay
         if self._engine.changes.new_streams:
             own["rng"] = rng.capture()
         if self._engine.changes.restarts:
             self._elastic, self._own = None, {"parameters": own["parameters"]}
-            self._notes.append(f"training begins at step 0 with parts of step {loaded.info.step:,}")
+            self.report.notes.append(f"training begins at step 0 with parts of step {loaded.info.step:,}")
             return None
         return own
 
@@ -126,7 +116,9 @@ class Resume(ABC):
         """
         if how:
             self._engine.start_fresh(how)
-        self._announce(f"snapshots go to {self._engine.root_url}, nothing is resumed from there; {self._engine.rhythm}")
+        self.report.announce(
+            f"snapshots go to {self._engine.root_url}, nothing is resumed from there; {self._engine.rhythm}"
+        )
 
     # ---- what resumes of all trainers have in common
 
@@ -137,7 +129,7 @@ class Resume(ABC):
 
     def _note_place(self, own: Mapping[str, Any], complete: int | None) -> None:
         """The place of the snapshot, for the report; `complete`: the epoch whose end it is."""
-        self._notes.insert(
+        self.report.notes.insert(
             0,
             f"continues in epoch {own['epoch']} after {count(own['batch'], 'batch')}"
             if complete is None
@@ -168,7 +160,7 @@ class Resume(ABC):
             MismatchError: the optimizers are not those of the saved run.
         """
         moved = stored.put_in_order(order, parts, divided=divided)
-        self._notes += [f"{name}: {stored.MOVED}" for name in moved]
+        self.report.notes += [f"{name}: {stored.MOVED}" for name in moved]
         optimizers, schedulers = (
             {name: one for name, one in objects.items() if not self._engine.changes.touches(self._component(name))}
             for objects in (parts.optimizers, schedulers)
@@ -210,68 +202,15 @@ class Resume(ABC):
                     live = parts.optimizers[key].state_dict()
                     states[key] = stored.matched(states[key], before, live, now, changes.leaves)
 
-    def _replayed(self, replay: Replay) -> None:
-        """What the repeated steps have shown."""
-        self._engine.times.replay = replay
-        self._add_to_report(replay=replay)
-        if replay.first is not None:
-            self.add([], [NotRestored("repeated steps", replay.text())])
-        else:
-            self._announce(replay.text())
-
-    def add(self, restored: Sequence[Restored], missing: Sequence[NotRestored]) -> None:
-        """More for the report, published or not."""
-        self._restored += restored
-        self._missing += missing
-        if self._loaded is not None:
-            return
-        for row in missing:
-            self._log.warning("not restored: %s: %s", row.name, row.why)
-        if restored or missing:
-            self._add_to_report(restored=tuple(self._restored), not_restored=tuple(self._missing))
-
-    def _add_to_report(self, **more: Any) -> None:
-        """Of a report that is published already."""
-        if self._report is not None and self._rank == 0:
-            self._report = replace(self._report, **more)
-            write(self._report, folder_of_report(self._engine.root_url, self._folder()), self._log)
-
-    def note(self, text: str) -> None:
-        """One more sentence for the report."""
-        self._notes.append(text)
-
     def publish(self) -> None:
         """Log and write the report, once."""
-        if self._loaded is None:
-            return
-        loaded, self._loaded = self._loaded, None
-        self._conclude()
-        self._report = report_of(
-            self._engine.root_url,
-            loaded,
-            self._restored,
-            self._missing,
-            self._notes,
-            self._engine.rhythm,
-            self._engine.changes,
-        )
-        if (recorder := self._engine.recorder) is not None:
-            self._engine.times.replay = recorder.replay
-            self._report = replace(self._report, replay=recorder.replay)
-        folder = folder_of_report(self._engine.root_url, self._folder())
-        publish(self._report, folder, self._log, rank=self._rank)
+        if self.report.is_open:
+            self._conclude()
+            self.report.publish()
 
     @abstractmethod
     def _conclude(self) -> None:
         """Add to the lists what is known last."""
-
-    @property
-    def _rank(self) -> int:
-        return numbers_of(self._engine.ranks)[0]
-
-    def _announce(self, text: str) -> None:
-        if self._rank == 0:
-            announce(self._log, text)
 
 
 def inexact(name: str, restoration: Restoration | None) -> list[NotRestored]:
@@ -326,7 +265,7 @@ class TrainerResume(Resume):
         assert self._elastic is not None
         require_whole_gradients([root], self._elastic.saved_size)
         found, missing = self._elastic.gradients([one["gradients"] or {} for one in self._elastic.own], module)
-        self.add([], missing if self._rank == 0 else [])
+        self.report.add([], missing if self.report.rank == 0 else [])
         return found
 
     def _load_optimizers(
@@ -357,77 +296,3 @@ class TrainerResume(Resume):
         except (ValueError, KeyError, MismatchError) as err:
             why, own = (err.message, err.hint) if isinstance(err, MismatchError) else (str(err), "")
             raise MismatchError(f"{what}: {why}", hint=own or hint) from err
-
-
-def report_of(
-    url: str,
-    loaded: Loaded,
-    restored: Sequence[Restored] = (),
-    missing: Sequence[NotRestored] = (),
-    notes: Sequence[str] = (),
-    rhythm: str = "",
-    changes: Changes = UNCHANGED,
-) -> ResumeReport:
-    """The report of a resume.
-
-    Args:
-        url: the run's root.
-        loaded: the snapshot.
-        rhythm: how often snapshots are taken from here on, and why.
-        changes: that were made.
-    """
-    info = loaded.info
-    if loaded.from_memory:
-        notes = [resumed_from_memory(loaded.lost_steps), *notes]
-    return ResumeReport(
-        url=url,
-        snapshot=info.id,
-        step=0 if changes.restarts else info.step,
-        epoch=None if changes.restarts else info.epoch,
-        restored=tuple(restored),
-        not_restored=tuple(missing),
-        rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in loaded.rejected),
-        notes=(*notes, *loaded.notes),
-        seconds=loaded.seconds,
-        read_bytes=loaded.read_bytes,
-        place="" if loaded.from_memory else loaded.place,
-        away=loaded.left_out,
-        rhythm=rhythm,
-        changes=tuple(changes.rows),
-    )
-
-
-def folder_of_report(root_url: str, other: str | Path) -> Path:
-    """Where the report of a resume goes: the run's own place if that is a local folder, else `other`."""
-    url = place(root_url)
-    return Path(url if "://" not in url else other)
-
-
-def publish(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
-    """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
-
-    Of several ranks the first one does. Another one only warns of what it could not restore.
-
-    A folder that cannot be written costs a warning, never the run.
-
-    Args:
-        rank: of this process.
-    """
-    if rank:
-        if report.not_restored:
-            log.warning("rank %d: %s", rank, report.text())
-        return None
-    if report.not_restored or report.rejected or report.away:
-        log.warning("%s", report.text())
-    else:
-        announce(log, report.text(), line=report.line())
-    return write(report, folder, log)
-
-
-def write(report: ResumeReport, folder: Path, log: logging.Logger) -> Path | None:
-    """The file alone."""
-    try:
-        return replace_file(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
-    except OSError as err:
-        log.warning("the resume report could not be written to %s: %s", folder, err)
-        return None

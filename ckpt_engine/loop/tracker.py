@@ -24,19 +24,19 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
-from ckpt_engine.loop.components import Counters, NamedParts, Surroundings
+from ckpt_engine.loop.components import Components, Counters, NamedParts, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
 from ckpt_engine.loop.loop_boundary import LoopBoundary
 from ckpt_engine.loop.loops import Loops
-from ckpt_engine.loop.phases import ARRIVED, BEGUN, CLOSED, ENDED, FRESH, OPEN, RESTORING, TRAINING
+from ckpt_engine.loop.phases import ARRIVED, BEGUN, CLOSED, ENDED, FRESH, OPEN, RESTORING
 from ckpt_engine.loop.progress import LoopProgress
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
-from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
+from ckpt_engine.loop.turns import Turns
 from ckpt_engine.observe.curves import Curve, Curves
 from ckpt_engine.observe.run_times import hook_time
 from ckpt_engine.preempt.stop_requests import Stop
@@ -79,48 +79,54 @@ class Tracker(LoopProgress):
         folder: Path,
         begins_at: int | None = None,
     ) -> None:
-        super().__init__(engine, logging.getLogger(f"ckpt_engine.{trainer}"), begins_at or 0)
-        self._parts, self._surroundings = parts, surroundings
-        outside = calls_now()
-        self._audit = Audit(
+        log, outside = logging.getLogger(f"ckpt_engine.{trainer}"), calls_now()
+        audit = Audit(
             engine.config.hidden,
             lambda: taking_part({**parts.objects, **surroundings.audited()}, self._sources, outside),
-            self._log,
+            log,
             ahead=self._ahead,
         )
-        self._capture = Capture(parts, self._audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
-        self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log, parts)
-        self._failing = FailingRun(parts, self._audit, self._run)
-        self._missed = MissedBoundaries(
-            self._run.stopping.halt, self._log, "optimizer step" if parts.optimizers else "batch"
-        )
-        self._counted = self._announced = self._prepared = False
-        """A loop without a loader has said that a step is done; the arena knows what it is for."""
+        capture = Capture(parts, audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
+        run = TrainingRun(engine, trainer, components.device_of(parts), capture, log)
+        super().__init__(run, begins_at or 0)
+        self._surroundings = surroundings
+        self._failing = FailingRun(run)
+        self._missed = MissedBoundaries(run.stopping.halt, log, "optimizer step" if parts.optimizers else "batch")
+        self._prepared = False
+        """The arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
-        self._recent: set[Feed] = set()
-        self._due: set[Feed] = set()
-        self._turn: At = ()
-        """Where the loop asked for the first batch of its turn."""
-        self._gradient_hooks = ExitStack()
-        self._reloaded: list[Feed] = []
-        self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume_word != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
-        self._loops = Loops(self._feeds, self._log, parts.optimizers.values(), parts.objects.values())
-        self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, begins_at)
+        self._loops = Loops(self._feeds, log, parts.optimizers.values(), parts.objects.values())
+        self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, log, audit)
         with on_failure(self._release_feeds):
-            self._take_over()
-        self._reached = self._steps
-        """Steps at the last boundary."""
-        self._fence = StepFence(self.before_update, self._stepped.uses_left)
-        self._fence.install()
-        self._after = register_optimizer_step_post_hook(self._after_step)
+            self._take_over(begins_at)
+        self._hooks = ExitStack()
+        """What `release` undoes besides loaders."""
+        fence = StepFence(self.before_update, self._stepped.uses_left)
+        fence.install()
+        self._hooks.callback(fence.remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         engine.tenure.release = self._abandoned
-        self._run.cadence.start(self._steps)
-        self._run.stopping.start(self._steps)
+        run.cadence.start(self._turns.step)
+        run.stopping.start(self._turns.step)
+
+    @property
+    def _parts(self) -> Components:
+        return self._run.capture.parts
 
     # ---- what the loop reads and calls
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
+        # Where it is read, a loop may be about to begin.
+        begins = self._loops.start.read() and self._training is None
+        if begins and not any(one.phase in OPEN for one in self._feeds):
+            self._run.audit.begin("batch")
+            self._resume.begins()
+        return self._turns.step
 
     @hook_time.counted
     def step(self) -> None:
@@ -136,15 +142,16 @@ class Tracker(LoopProgress):
         self._engine.tenure.require_open()
         if not self._parts.optimizers:
             self._count_step()
-        feed = next((one for one in self._due if one.phase in OPEN), None)
+        turns = self._turns
+        feed = next((one for one in turns.due if one.phase in OPEN), None)
         others = self._surroundings.accumulating() or any(one.phase in OPEN for one in self._feeds)
-        if self._steps == self._reached and not others and self._training is None:
-            self._steps += 1
-        if self._steps != self._reached:
+        if not turns.has_stepped and not others and self._training is None:
+            turns.step += 1
+        if turns.has_stepped:
             self._resume.trains()
             self._resume.say(self._loops.counts_again())
             self._boundary(feed)
-            self._announced = True
+            turns.announced = True
 
     def before_update(self) -> None:
         """The fence: call before code that changes weights without an optimizer. Cheap if nothing is being copied.
@@ -167,42 +174,40 @@ class Tracker(LoopProgress):
         Raises:
             SystemExit, KeyboardInterrupt: a request to stop after its last boundary.
         """
-        if self._phase is CLOSED:
+        if self._life.phase is CLOSED:
             return
-        waits, self._phase = self._phase is RESTORING, self._phase.to(CLOSED)
-        error = sys.exception()
-        self._run.stopping.watch.trained(self._steps)
+        waits, turns, error = self._life.phase is RESTORING, self._turns, sys.exception()
+        self._life.close()
+        self._run.stopping.watch.trained(turns.step)
         try:
             if complete is None:
-                done = self._announced if self._training is None else self._training.phase is ENDED
-                complete = done and self._steps == self._reached and error is None
-            if not self._announced and self._training is None and error is None:
+                done = turns.announced if self._training is None else self._training.phase is ENDED
+                complete = done and not turns.has_stepped and error is None
+            if not turns.announced and self._training is None and error is None:
                 self._missed.end()
             if waits and error is None and (self._resume.is_unfinished or any(one.asked_at for one in self._feeds)):
-                self._log.error("resumed at step %d, and the loop has trained on no batch", self._steps)
+                self._run.log.error("resumed at step %d, and the loop has trained on no batch", turns.step)
             if complete or error is None:
                 self._end_training(complete=complete)
             else:
                 self.failed_with(error)
-            self._resume.end(self._steps)
+            self._resume.end(turns.step)
         finally:
             self.release()
             self._run.stopping.over()
 
     def release(self) -> None:
         """Leave the loop's objects as they were found, without a final snapshot."""
-        self._phase = self._phase.to(CLOSED)
+        self._life.close()
         self._run.stopping.close()
-        self._gradient_hooks.close()
-        self._fence.remove()
-        self._after.remove()
+        self._hooks.close()
         self._release_feeds()
 
     def continue_after(self, loader: str, epochs: int, batches: int) -> None:
         """A run of others goes on in epoch `epochs` of this loader after so many batches. Before its first pass."""
         self._training = feed = next(one for one in self._feeds if one.name == loader)
         feed.begin_after(epochs, batches)
-        self._resumed, self._resumed_batches = feed if batches else None, batches
+        self._life.continue_after(feed, batches)
 
     def follow(self, name: str, source: LoaderSource) -> None:
         """One more loader from now on, instead of one that was followed by that name."""
@@ -222,7 +227,7 @@ class Tracker(LoopProgress):
         if not self._surroundings.curves:
             self._surroundings.curves = found = Curves(self._engine.root_url, curves())
             loaded = self._engine.loaded
-            self._resume.add([], found.go_on({} if loaded is None else loaded.manifest.notes))
+            self._resume.report.add([], found.go_on({} if loaded is None else loaded.manifest.notes))
 
     def numbers(self) -> dict[str, float]:
         """How the run stands, as loggers get it: `ckpt/overhead_percent` and so on, see `log.loggers`. Any thread."""
@@ -235,11 +240,8 @@ class Tracker(LoopProgress):
     def abandon_resume(self) -> None:
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
         self.before_update()
-        if self._phase is RESTORING:
-            self._phase = self._phase.to(FRESH)
-            self._resumed = None
-            for feed in self._feeds:
-                feed.forget()
+        if self._life.phase is RESTORING:
+            self._life.abandon(self._feeds)
             self._engine.start_fresh("load no other state after it has resumed")
 
     # ---- Listener
@@ -247,43 +249,41 @@ class Tracker(LoopProgress):
     @hook_time.counted
     def asked(self, feed: Feed) -> None:
         """A followed loader is asked for a batch."""
+        life, turns = self._life, self._turns
         if feed.phase is BEGUN:
-            self._asked_at.setdefault(feed, time.monotonic())
             self._engine.times.begin()
-        if self._phase is ARRIVED:
-            self._settle()
+        if life.phase is ARRIVED:
+            life.settle()
         self._resume.say(*self._loops.asked(feed))
-        self._turn = self._turn or feed.asked_from
-        self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
+        turns.ask(feed, self._training)
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
-        is_first = feed.delivered == 0 and self._phase is FRESH
+        is_first = feed.delivered == 0 and life.phase is FRESH
         if is_first and not any(one.phase in OPEN for one in self._feeds if one is not feed):
-            self._audit.begin("batch")
-            self._audit.boundary(self._counters(feed), taking=False)
-        if self._phase is RESTORING and feed is self._resumed:
+            self._run.audit.begin("batch")
+            self._run.audit.boundary(self._counters(feed), taking=False)
+        if life.phase is RESTORING and feed is life.resumed:
             if feed.resuming:
-                self._reloaded.clear()
-                self._audit.begin("batch")
+                self._run.audit.begin("batch")
                 self._resume.at_first_fetch()
                 self._run.begins(feed.lead.ahead or 0)
-                self._gradient_hooks.close()
-                # A pass that sees no gradient does not use up the saved position.
-                components.watch_gradients(self._parts, self._trains_again, self._gradient_hooks)
-                self._run.cadence.start(self._steps)
-            self._arrive(feed)
-        elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
+                life.watch(self._parts)
+                self._run.cadence.start(turns.step)
+            if self._loops.arrives(feed):
+                self._resume.say(*self._loops.problems())
+                life.arrive()
+        elif feed in turns.due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
             self._failing.waits = True
-        self._recent.add(feed)
+        turns.asked.add(feed)
 
     @hook_time.counted
     def given(self, feed: Feed, batch: Any) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False
         self._run.took(batch)
-        if not (self._parts.optimizers or self._announced) and (stop := self._missed.stepped()) is not None:
+        if not (self._parts.optimizers or self._turns.announced) and (stop := self._missed.stepped()) is not None:
             raise self._end(stop, None)
-        if feed in (self._training, self._resumed):
+        if feed in (self._training, self._life.resumed):
             self._resume.publish()
 
     def failed(self, feed: Feed, error: Exception) -> None:
@@ -295,29 +295,27 @@ class Tracker(LoopProgress):
     def over(self, feed: Feed) -> None:
         """A pass over a followed loader is complete, or was left."""
         self._resume.say(self._loops.skips_again(ended=True))
-        self._recent.discard(feed)
-        began = self._asked_at.pop(feed, None)
-        self._settle()
-        self._loops.over(feed)
-        if self._phase is RESTORING:
-            ended = feed.phase is ENDED and not feed.without_step
-            if feed is not self._resumed or not ended:
-                if not (ended and feed.delivered):  # else its saved pass was at its end, which the loop has now seen
-                    self._resume.again(feed)
-                    self._reloaded.append(feed)
-                return
-            self._phase = self._phase.to(FRESH)  # its last batch was trained, which was not known to be the last
-        if feed is self._resumed:
-            self._resumed = None
+        self._turns.asked.discard(feed)
+        self._life.settle()
+        began = self._loops.over(feed)
+        ended = feed.phase is ENDED and not feed.without_step
+        # A resumed pass may end on the way: its last batch was trained, which was not known to be the last.
+        if self._life.phase is RESTORING and not (ended and feed is self._life.resumed):
+            if not (ended and feed.delivered):  # else its saved pass was at its end, which the loop has now seen
+                self._resume.again(feed)
+                self._life.put_back.append(feed)
+            return
+        self._life.passed(feed)
         if feed.trained:
             self._run.complete_copies()  # averaged weights may be swapped in for an evaluation
             self._failing.left()
-        elif self._steps and began is not None:
+        elif self._turns.step and began is not None:
             self.evaluated(time.monotonic() - began)
 
     @hook_time.counted
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
-        optimizer = stepped if id(stepped) in self._loops.ids else self._loops.tracked(stepped)
+        untracked = self._loops.untracked
+        optimizer = stepped if id(stepped) in untracked.tracked_ids else untracked.tracked(stepped)
         if optimizer is None:
             if not self._parts.optimizers:
                 own = {id(p) for module in self._parts.modules.values() for p in module.parameters()}
@@ -332,44 +330,35 @@ class Tracker(LoopProgress):
     def _count_step(self) -> None:
         if not self._loops.start.over:
             self._resume.trains()
-        if self._phase is not TRAINING or self._reloaded:
-            self._trains_again()
-        self._steps += not self._counted
-        self._counted = True
+        self._life.trains()
         self._loops.stepped()
-        for feed in self._recent:
-            feed.stepped()
-            self._due.add(feed)
-        if self._recent and self._training not in self._recent:
-            self._training = next(one for one in self._feeds if one in self._recent)
+        self._turns.count()
+        asked = self._turns.asked
+        if asked and self._training not in asked:
+            self._training = next(one for one in self._feeds if one in asked)
 
     # ---- boundaries
 
     def _boundary(self, feed: Feed | None) -> None:
-        self._counted = False
-        self._turn = () if feed is None else feed.asked_from
+        turns = self._turns
+        turns.begin(feed)
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
-        around, unclear = self._loops.boundary(feed, self._due)
+        around, unclear = self._loops.boundary(feed, turns.due)
         self._training, obstacle = around or self._training, obstacle or unclear
         self._missed.reached(can_stop=obstacle is None)
         if obstacle is None:
-            for one in self._due:
+            for one in turns.due:
                 one.interior = one.delivered > 0
-        self._audit.hidden.stepped()
+        self._run.audit.hidden.stepped()
         self._stepped.look()
         here = LoopBoundary(self, feed, obstacle)
-        self._run.boundary(self._steps, here)
+        self._run.boundary(turns.step, here)
         if obstacle is None:
-            self._failing.reached(self._steps, lambda: self._record(feed, here))
+            self._failing.reached(turns.step, lambda: self._record(feed, here))
         else:
-            self._failing.missed(self._steps, obstacle)
-        self._reached = self._steps
+            self._failing.missed(turns.step, obstacle)
         self._stepped.clear()
-        self._due.clear()
-        self._recent.clear()
-        if around is not None:
-            self._due.add(around)
-            self._recent.add(around)
+        turns.reached(around)
 
     def _end(self, stop: Stop, take: Take | None) -> BaseException:
         """See `Halt.end` and `Halt.unsaved`; then signals are the script's, which may catch the exception."""
@@ -381,7 +370,7 @@ class Tracker(LoopProgress):
     def _end_training(self, *, complete: bool) -> None:
         # Its last batches may have changed what no optimizer steps, after a snapshot of this step.
         over = "end" if self._training is not None and self._training.phase is ENDED else None
-        reason = self._run.cadence.ended(self._steps) or over
+        reason = self._run.cadence.ended(self._turns.step) or over
         if complete and self._run.config.at_end and reason is not None:
             states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
             self._run.take_at_end(self._instant(self._training, states, finished=True), reason)
@@ -391,7 +380,7 @@ class Tracker(LoopProgress):
         batch = 0 if feed is None else feed.trained_on
         own = partial(self._own, feed, states, finished=finished)
         return RunInstant(
-            step=self._steps,
+            step=self._turns.step,
             epoch=self.epoch,
             state=lambda: self._state(self._surroundings.now(), self._stepped, own()),
             metrics=self.metrics,
@@ -400,7 +389,7 @@ class Tracker(LoopProgress):
 
     def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
-        if self._phase is RESTORING or feed is not self._training:
+        if self._life.phase is RESTORING or feed is not self._training:
             return None
         here = LoopBoundary(self, feed, obstacle_of(feed, accumulating=self._surroundings.accumulating()))
         return here.take(reason, durable=True) if here.obstacle() is None else None
@@ -419,7 +408,7 @@ class Tracker(LoopProgress):
             "cadence": self._run.cadence.state(),
         }
         gradients = {} if own["finished"] else components.waiting_gradients(self._parts, stepped)
-        return self._capture.state(own, gradients, undo)
+        return self._run.capture.state(own, gradients, undo)
 
     def _own(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
         counts = self._training or feed
@@ -430,7 +419,7 @@ class Tracker(LoopProgress):
             "feeds": dict(states),
             "epoch": 0 if counts is None else states[counts.name]["epochs"],
             "batch": 0 if feed is None else states[feed.name]["delivered"],
-            "step": self._steps,
+            "step": self._turns.step,
             "metrics": dict(self.metrics),
             "loop": {} if finished else self._loops.state(feed),
             "reused": self._stepped.reused(),
@@ -440,7 +429,7 @@ class Tracker(LoopProgress):
         """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
         if (why := here.obstacle()) is not None:
             raise ImpossibleError(f"no snapshot can be taken there: {why}")
-        own = self._own(feed, here.states) | {"buffer_syncs": self._capture.gradient_order.syncs()}
+        own = self._own(feed, here.states) | {"buffer_syncs": self._run.capture.gradient_order.syncs()}
         stepped, counters = frozenset(self._stepped), self._surroundings.now()
         why = "it has gradients of earlier batches" if components.waiting_gradients(self._parts, stepped) else ""
         return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)
@@ -451,22 +440,21 @@ class Tracker(LoopProgress):
 
     # ---- resuming
 
-    def _take_over(self) -> None:
+    def _take_over(self, begins_at: int | None) -> None:
         streams = rng.capture()
-        if (own := self._resume.load()) is None:
+        if (own := self._resume.load(begins_at)) is None:
             return
-        self._steps = int(own["step"])
+        self._turns = Turns(int(own["step"]))
         self.metrics.update(own["metrics"])
         self._stepped.expect(own.get("reused", ()))
         if own["cadence"] is not None:
             self._run.resume(own["cadence"])
         if own["training"] is not None:
             feeds = {one.name: one for one in self._feeds}
-            self._resumed = feeds[own["training"]]
-            self._training = feeds.get(own.get("counts") or "", self._resumed)
-            self._resumed_batches = self._resumed.delivered
-            self._phase = self._phase.to(RESTORING)
-            self._loops.expect(own, self._resumed)
+            resumed = feeds[own["training"]]
+            self._training = feeds.get(own.get("counts") or "", resumed)
+            self._life.resume(resumed)
+            self._loops.expect(own, resumed)
             if not own["finished"]:
                 rng.restore(streams)  # until the first batch what the script draws is its own
         elif own["cadence"] is not None:
@@ -476,37 +464,10 @@ class Tracker(LoopProgress):
             self._loops.counted = own.get("loop", {}).get("numbers", {})
             self._resume.say(*own.get("loop", {}).get("says", ()))
 
-    def _begins(self) -> None:
-        begins = self._loops.start.read() and self._training is None
-        if begins and not any(one.phase in OPEN for one in self._feeds):
-            self._audit.begin("batch")
-            self._resume.begins()
-
-    def _arrive(self, feed: Feed) -> None:
-        """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""
-        if not self._loops.arrives(feed):
-            return
-        self._resume.say(*self._loops.problems())
-        self._phase = self._phase.to(ARRIVED)
-        self._settle()
-
-    def _trains_again(self) -> None:
-        # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.
-        if self._phase is FRESH or self._phase is RESTORING:
-            self._phase = self._phase.to(ARRIVED)
-        while self._reloaded:
-            self._reloaded.pop().forget()  # batches of that pass were only kept for later
-
-    def _settle(self) -> None:
-        """The run has begun to train again: nothing is put back any more."""
-        if self._phase is ARRIVED:
-            self._phase = self._phase.to(TRAINING)
-            self._gradient_hooks.close()
-
     def _abandoned(self) -> None:
         """The process ends, or a newer engine takes the run over, and this was not closed."""
         error = uncaught()
-        if self._phase is not CLOSED and (error is not None or not self._engine.tenure.replaced):
+        if self._life.phase is not CLOSED and (error is not None or not self._engine.tenure.replaced):
             self.failed_with(error)
         self.release()
 

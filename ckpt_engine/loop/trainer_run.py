@@ -17,7 +17,7 @@ from ckpt_engine.loop.components import Components, made_by_script
 from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import FailingRun
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.loop.loops import unsaved_within
+from ckpt_engine.loop.untracked import unsaved_within
 from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES
 from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -52,10 +52,7 @@ class TrainerRun(TrainingRun):
         in_whole_steps: so many batches, or a few more, that no optimizer step is cut in two.
 
     Attributes:
-        audit: looks at what no `state_dict` names.
-        capture: makes the state tree.
         failing: saves the last boundary of a run that ends by an exception.
-        rollbacks: where a run that has diverged goes back; None: it may not.
         step_fence: makes optimizer steps wait for lazy copies, once it is installed.
         uses_left: the last step may have used gradients that the step before it has left.
 
@@ -82,27 +79,23 @@ class TrainerRun(TrainingRun):
     ) -> None:
         require_alike(engine)
         self.uses_left = False
-        has_rollback = engine.config.rollback is not None
-        self.rollbacks = Rollbacks(engine, log, replicas, in_whole_steps) if has_rollback else None
-        self.audit = Audit(engine.config.hidden, lambda: {**roots(), **roots_of_loaders(parts.loaders())}, log, skipped)
-        self.capture = Capture(parts, self.audit, engine.ranks, parts.wrappers)
+        audit = Audit(engine.config.hidden, lambda: {**roots(), **roots_of_loaders(parts.loaders())}, log, skipped)
         super().__init__(
             engine,
             trainer,
             device,
-            self.capture.is_lazy,
+            Capture(parts, audit, engine.ranks, parts.wrappers),
             log,
-            parts,
             ends_with=ends_with,
             losses=losses_of(engine.config),
-            rollbacks=self.rollbacks,
+            rollbacks=None if engine.config.rollback is None else Rollbacks(engine, log, replicas, in_whole_steps),
         )
-        self.failing = FailingRun(parts, self.audit, self)
+        self.failing = FailingRun(self)
         self.step_fence = StepFence(self.fence, self._note_left)
 
     def optimizers_made(self, schedulers: Mapping[str, Any]) -> None:
         """The script has made optimizers and schedulers, and nothing of the run has changed them yet."""
-        self.capture.made = made_by_script(self._parts.optimizers, schedulers)
+        self.capture.made = made_by_script(self.capture.parts.optimizers, schedulers)
 
     def fence(self) -> None:
         """Wait until lazily copied tensors may change."""
@@ -115,14 +108,12 @@ class TrainerRun(TrainingRun):
 
     def entries(self) -> dict[str, Any]:
         """What a snapshot has of the run besides the trainer's counters."""
-        return {"cadence": self.cadence.state(), "unsaved_within": unsaved_within(self._parts.optimizers)}
+        return {"cadence": self.cadence.state(), "unsaved_within": unsaved_within(self.capture.parts.optimizers)}
 
     def take_last(self, instant: RunInstant, reason: str, *, accumulates: bool) -> SaveHandle | None:
         """A durable snapshot before the run stops, also where it accumulates gradients; None: there is none."""
-        if accumulates and self._parts.flat is not None:
-            self._log.error(
-                "no snapshot of step %d: FSDP1 does not show the gradients of an accumulation", instant.step
-            )
+        if accumulates and self.capture.parts.flat is not None:
+            self.log.error("no snapshot of step %d: FSDP1 does not show the gradients of an accumulation", instant.step)
             self.engine.miss(instant.step, "accumulating")
             return None
         return self.take(instant, reason)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.loop.taking_over import publish
+from ckpt_engine.loop.open_report import publish
 from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
 
 LOG = logging.getLogger("tests.ranks.report")

@@ -17,7 +17,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, StorageError
-from ckpt_engine.loop.taking_over import publish, report_of
+from ckpt_engine.loop.open_report import publish, report_of
 from ckpt_engine.observe.events import Event, LogSink, TierDegraded, level_of
 from ckpt_engine.restore import ask_tiers, choose, far_storage
 from ckpt_engine.restore import load as restore

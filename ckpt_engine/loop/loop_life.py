@@ -1,0 +1,89 @@
+"""The life of a tracked loop: a resumed one comes to the place of its snapshot before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from ckpt_engine.loop import components
+from ckpt_engine.loop.components import Components
+from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.phases import ARRIVED, CLOSED, FRESH, RESTORING, TRAINING
+
+
+class LoopLife:
+    """Where a loop is in its life, see `LoopPhase`.
+
+    Attributes:
+        phase: of the loop.
+        resumed: the loader whose pass the snapshot was taken in, until that pass is over.
+        put_back: loaders that are at their saved place again, as nothing was trained on what they have given.
+    """
+
+    def __init__(self) -> None:
+        self.phase = FRESH
+        self.resumed: Feed | None = None
+        self._batches = 0
+        self.put_back: list[Feed] = []
+        self._gradient_hooks = ExitStack()
+
+    @property
+    def resumed_batches(self) -> int:
+        """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
+        return self._batches if self.resumed is not None else 0
+
+    def resume(self, feed: Feed) -> None:
+        """The loop is on its way to the place where it asked `feed` for a batch."""
+        self.resumed, self._batches = feed, feed.delivered
+        self.phase = self.phase.to(RESTORING)
+
+    def continue_after(self, feed: Feed, batches: int) -> None:
+        """The loop continues after so many batches of the epoch, which no snapshot of ours has recorded."""
+        self.resumed, self._batches = feed if batches else None, batches
+
+    def awaits(self, feed: Feed) -> bool:
+        """Whether a resumed loop has not asked for the first batch of this loader yet."""
+        return self.phase is RESTORING and feed.resuming
+
+    def watch(self, parts: Components) -> None:
+        """The saved pass begins. If it sees no gradient, it does not use up the saved position."""
+        self.put_back.clear()
+        self._gradient_hooks.close()
+        components.watch_gradients(parts, self.trains, self._gradient_hooks)
+
+    def passed(self, feed: Feed) -> None:
+        """A pass over `feed` is over. Where that was the resumed one, no place is looked for any more."""
+        if feed is self.resumed:
+            self.resumed = None
+            if self.phase is RESTORING:
+                self.phase = self.phase.to(FRESH)
+
+    def abandon(self, feeds: Iterable[Feed]) -> None:
+        """The script loads another state: the place of the snapshot does not count any more."""
+        self.phase, self.resumed = self.phase.to(FRESH), None
+        for feed in feeds:
+            feed.forget()
+
+    def arrive(self) -> None:
+        """The loop is where it asked for the batch after the snapshot: from here on it does as it did then."""
+        self.phase = self.phase.to(ARRIVED)
+        self.settle()
+
+    def trains(self) -> None:
+        """Something was trained: nothing is put back any more."""
+        # Hooks stay until `settle`: this may be one of autograd's own threads, which walks through them right now.
+        if self.phase is FRESH or self.phase is RESTORING:
+            self.phase = self.phase.to(ARRIVED)
+        while self.put_back:
+            self.put_back.pop().forget()  # batches of that pass were only kept for later
+
+    def settle(self) -> None:
+        """The run has begun to train again."""
+        if self.phase is ARRIVED:
+            self.phase = self.phase.to(TRAINING)
+            self._gradient_hooks.close()
+
+    def close(self) -> None:
+        """The loop takes no snapshots any more."""
+        self.phase = self.phase.to(CLOSED)
+        self._gradient_hooks.close()

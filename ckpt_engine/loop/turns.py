@@ -1,0 +1,60 @@
+"""The steps of a tracked loop: those of one turn, from one boundary to the next, count as one."""
+
+from __future__ import annotations
+
+from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.shape import At
+
+
+class Turns:
+    """Counts the steps of a loop, in which several optimizers may step in one turn.
+
+    Args:
+        step: at which training begins.
+
+    Attributes:
+        step: optimizer steps so far.
+        asked: the loaders that were asked for a batch since the last boundary.
+        due: those of them after whose batches weights have changed.
+        announced: the loop has said itself that a step is complete.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = self._reached = step
+        self.asked: set[Feed] = set()
+        self.due: set[Feed] = set()
+        self.announced = False
+        self._counted = False
+        """The step of this turn is part of `step`."""
+        self._first: At = ()
+        """Where the loop asked for the first batch of its turn."""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether there was a step since the last boundary."""
+        return self.step != self._reached
+
+    def ask(self, feed: Feed, training: Feed | None) -> None:
+        """A batch is asked for: where the loop did so first, another turn begins."""
+        self._first = self._first or feed.asked_from
+        self._counted = self._counted and feed is not training and feed.asked_from != self._first
+
+    def count(self) -> None:
+        """An optimizer has made a step."""
+        self.step += not self._counted
+        self._counted = True
+        for feed in self.asked:
+            feed.stepped()
+        self.due |= self.asked
+
+    def begin(self, feed: Feed | None) -> None:
+        """The loop is at a boundary, where `feed` is asked for a batch."""
+        self._counted = False
+        self._first = () if feed is None else feed.asked_from
+
+    def reached(self, around: Feed | None) -> None:
+        """The boundary is over; `around`: the loop over this loader goes on with what was asked for before it."""
+        self._reached = self.step
+        for feeds in (self.due, self.asked):
+            feeds.clear()
+            feeds.update([] if around is None else [around])

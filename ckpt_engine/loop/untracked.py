@@ -1,0 +1,85 @@
+"""Optimizers that change weights and are in no snapshot: those that are not tracked, and those inside of others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from ckpt_engine.loop.shape import Ask, Home, tensors_of
+
+
+class UntrackedOptimizers:
+    """Tells the steps of tracked optimizers from those of others, and names the others.
+
+    Args:
+        optimizers: those that are tracked.
+        objects: whatever is tracked; of what wraps an optimizer nothing is said.
+
+    Attributes:
+        tracked_ids: of the tracked ones.
+    """
+
+    def __init__(self, optimizers: Collection[torch.optim.Optimizer], objects: Iterable[object]) -> None:
+        self._optimizers, self.tracked_ids = optimizers, frozenset(map(id, optimizers))
+        self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        """Others that have made a step since the last boundary."""
+        self._known: dict[int, str] = {id(one): "" for one in objects}
+        """What is said of each; "": nothing."""
+
+    def tracked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """The tracked optimizer whose step this one has made, which may have it inside; another is looked at later."""
+        if id(optimizer) in self.tracked_ids:
+            return optimizer
+        if id(optimizer) not in self._known:
+            self._stepped[id(optimizer)] = weakref.ref(optimizer)
+        return next((one for one in self._optimizers if any(each is optimizer for each in vars(one).values())), None)
+
+    @property
+    def problems(self) -> list[str]:
+        """What was said of them, for the report of a resume."""
+        return list(filter(None, self._known.values()))
+
+    def named(self, home: Home) -> list[str]:
+        """At a boundary: what is to be said of those that have made a step since the last one.
+
+        Args:
+            home: of the loop.
+        """
+        stepped, self._stepped = list(self._stepped.values())[::-1], {}
+        return list(filter(None, (self._problem_of(one(), home) for one in stepped)))
+
+    def _problem_of(self, optimizer: torch.optim.Optimizer | None, home: Home) -> str:
+        """Name an optimizer that is not tracked, if it takes a state of its own to the next step.
+
+        One whose state that of a tracked one has, as of a wrapper that has it inside, is part of that one.
+        """
+        if optimizer is None or not optimizer.state:
+            return ""
+        if any(_has_state_of(one, optimizer) for one in self._optimizers):
+            self._known[id(optimizer)] = ""
+            return ""
+        if (name := Ask(home).name_of(optimizer)) is None:
+            return ""
+        self._known[id(optimizer)] = problem = (
+            f"{name} ({type(optimizer).__name__}) makes steps, and no snapshot has its state: track it and the model "
+            f"whose weights it changes, as in track(…, {name.rpartition('.')[2]}={name})"
+        )
+        return problem
+
+
+def unsaved_within(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """The optimizers within others whose state theirs does not have, by path, and what to do."""
+    return {
+        f"{name}.{attribute} ({type(inner).__name__})": "no snapshot has its state: let the outer one share its own"
+        for name, outer in optimizers.items()
+        for attribute, inner in vars(outer).items()
+        if isinstance(inner, torch.optim.Optimizer) and inner.state and not _has_state_of(outer, inner)
+    }
+
+
+def _has_state_of(tracked: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether what `other` takes from step to step is in the state of a tracked one."""
+    own = set(map(id, tensors_of(list(other.state.values()))))
+    return tracked.state is other.state or own <= set(map(id, tensors_of(tracked.state_dict())))

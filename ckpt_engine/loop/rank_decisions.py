@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -90,6 +90,36 @@ class RankDecision:
     diverged: dict[str, Any] | None = None
 
 
+class Decisions:
+    """What rank 0 has decided, in the store; each is handled once, in order.
+
+    Args:
+        ranks: all of them.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._all: deque[RankDecision] = deque(maxlen=_REMEMBERED)
+        self._text: str | None = None
+        self._handled = 0
+
+    def publish(self, one: RankDecision) -> None:
+        """On rank 0."""
+        self._all.append(one)
+        self._ranks.store.set(_DECISIONS, json.dumps([asdict(each) for each in self._all]))
+
+    def next_up_to(self, boundary: int) -> Iterator[RankDecision]:
+        """Those up to this boundary that were not handled yet."""
+        text = self._ranks.store.get(_DECISIONS) if self._ranks.rank else None
+        if text is not None and text != self._text:
+            self._text = text
+            self._all = deque((RankDecision(**one) for one in json.loads(text)), maxlen=_REMEMBERED)
+        for one in self._all:
+            if self._handled < one.boundary <= boundary:
+                self._handled = one.boundary
+                yield one
+
+
 class Together:
     """One rank's side of the decisions. Training thread only.
 
@@ -109,18 +139,14 @@ class Together:
     ) -> None:
         self._ranks = ranks
         self._memory_due = memory_due
-        self._leads = ranks.rank == 0
         self._due = due
         self._engine = engine
-        self._published: deque[RankDecision] = deque(maxlen=_REMEMBERED)
-        self._text: str | None = None
-        self._handled, self._boundaries, self._step, self._stride = 0, 0, 0, 1
+        self._decisions = Decisions(ranks)
+        self._boundaries, self._step, self._stride = 0, 0, 1
         self._led = -1
         self._ends = 0
         self._told_stop = False
         """On rank 0: how the run ends was decided."""
-        self.diverged: Divergence | None = None
-        """What this rank has seen itself."""
         self.verdicts = Verdicts(ranks)
         self.waits = Waits(ranks, engine.times.blocked)
         self._passed = self._before = time.monotonic()
@@ -142,10 +168,7 @@ class Together:
         self._boundaries, self._step, self._stride = self._boundaries + 1, step, step - self._step
         self._before, self._passed = self._passed, time.monotonic()
         found = None
-        for one in self._read():
-            if not self._handled < one.boundary <= self._boundaries:
-                continue
-            self._handled = one.boundary
+        for one in self._decisions.next_up_to(self._boundaries):
             if one.boundary == self._boundaries or one.diverged is not None:
                 found = one  # who is past the boundary at which a run ends that has diverged ends late
             elif one.reason is not None:
@@ -169,7 +192,7 @@ class Together:
         if self._boundaries == self._led:
             return
         self._led = self._boundaries
-        if not self._leads:
+        if not self.verdicts.leads:
             self.waits.say()
             if stop is not None and not self._told_stop:
                 self._told_stop = True
@@ -196,11 +219,10 @@ class Together:
         Raises:
             RanksError: the store is gone.
         """
-        if self.diverged is not None:
+        if self.verdicts.own is not None:
             return
-        self.diverged = found
-        if not self._leads:
-            self.verdicts.tell(found)
+        self.verdicts.tell(found)
+        if not self.verdicts.leads:
             self._tell_first({"diverged": asdict(found)})
 
     def _tell_first(self, why: dict[str, Any]) -> None:
@@ -225,7 +247,7 @@ class Together:
         deadline = time.monotonic() + min(seconds, _STUCK_SECONDS)
         mine = f"{self._boundaries} {where}"
         try:
-            if not self._leads:
+            if not self.verdicts.leads:
                 store.set(f"{_STUCK}/{self._ranks.rank}", mine)
                 return hear(store, _STUCK, max(0.1, seconds)) == mine
             left = (max(0.1, deadline - time.monotonic()) for _ in range(size))
@@ -246,7 +268,7 @@ class Together:
         """
         self._ends += 1
         key = f"{_TRAINED}/{self._ends}"
-        if self._leads:
+        if self.verdicts.leads:
             self._ranks.store.set(key, str(self._boundaries))
             return
         waits = (
@@ -255,9 +277,8 @@ class Together:
         )
         with said_if_slow(waits) if self._ranks.rank == 1 else nullcontext():
             last = int(hear(self._ranks.store, key, _TRAINED_SECONDS, self.verdicts.patience))
-        for one in self._read():
-            if self._handled < one.boundary <= last and one.reason is not None:
-                self._handled = one.boundary
+        for one in self._decisions.next_up_to(last):
+            if one.reason is not None:
                 self._miss(one, "its training was over")
 
     def leave(self, seconds: float) -> None:
@@ -277,7 +298,7 @@ class Together:
         """
         store = self._ranks.store
         with suppress(WaitTimeoutError, RanksError):  # then it is gone, or there is no time left
-            if self._leads:
+            if self.verdicts.leads:
                 store.set(_OVER, "")
                 deadline = time.monotonic() + min(seconds, _HEARD_SECONDS)
                 waits = f"rank 0 waits for the other ranks to end, up to {duration(_HEARD_SECONDS)}"
@@ -290,27 +311,18 @@ class Together:
             store.set(f"{_LEFT}/{self._ranks.rank}", "")
 
     def _publish(self, step: int, reason: str | None, *end: dict[str, Any] | None) -> None:
-        self._published.append(RankDecision(self._boundaries + 1, step, reason, *end))
-        self._ranks.store.set(_DECISIONS, json.dumps([asdict(one) for one in self._published]))
-
-    def _read(self) -> deque[RankDecision]:
-        if not self._leads:
-            text = self._ranks.store.get(_DECISIONS)
-            if text is not None and text != self._text:
-                self._text = text
-                self._published = deque((RankDecision(**one) for one in json.loads(text)), maxlen=_REMEMBERED)
-        return self._published
+        self._decisions.publish(RankDecision(self._boundaries + 1, step, reason, *end))
 
     def _end(self, stop: Stop | None) -> tuple[Stop | None, Divergence | None]:
         """Why the run is to end, as rank 0 knows it by now."""
         text = self._ranks.store.get(_STOP)
         row = None if text is None else json.loads(text)
         if row is None:
-            return stop, self.diverged
+            return stop, self.verdicts.own
         if "diverged" in row:
-            return stop, earliest((Divergence(**row["diverged"]), self.diverged))
+            return stop, earliest((Divergence(**row["diverged"]), self.verdicts.own))
         # What is left counts from this boundary on, or the one before.
-        return stop or self.stop_of(row), self.diverged
+        return stop or self.stop_of(row), self.verdicts.own
 
 
 def hear(
@@ -370,10 +382,14 @@ class Verdicts:
         self.stop: Callable[[], Stop | None] = lambda: None
         """What this rank knows of a stop; set as well."""
         self._told_stop = False
+        self.own: Divergence | None = None
+        """What this rank has seen itself."""
 
     def tell(self, found: Divergence) -> None:
         """This rank has seen a divergence."""
-        self._store.set(f"{_SEEN}/{self._ranks.rank}", json.dumps(asdict(found)))
+        self.own = found
+        if not self.leads:
+            self._store.set(f"{_SEEN}/{self._ranks.rank}", json.dumps(asdict(found)))
 
     def come(self) -> None:
         """This rank, not rank 0, has published what it has seen, and waits for the verdict; publishes a stop too."""

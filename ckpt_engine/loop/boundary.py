@@ -457,7 +457,7 @@ class TrainingRun:
     @property
     def _unproved(self) -> str | None:
         """Why nothing may be saved before the repeated steps were compared."""
-        return "replay: stop" if self._recorder is not None and self._recorder.holds_back else None
+        return "replay: stop" if self._recorder is not None and self._recorder.proof.holds_back else None
 
     def take(self, instant: RunInstant, reason: str, *, durable: bool = True) -> SaveHandle | None:
         """A snapshot; None: there is none, and that was said.

@@ -90,8 +90,8 @@ class OpenReport:
             engine.root_url, loaded, self.restored, self.missing, self.notes, engine.rhythm, engine.changes
         )
         if (recorder := engine.recorder) is not None:
-            engine.times.replay = recorder.replay
-            self._published = replace(self._published, replay=recorder.replay)
+            engine.times.replay = recorder.proof.replay
+            self._published = replace(self._published, replay=recorder.proof.replay)
         publish(self._published, folder_of_report(engine.root_url, self._folder()), self._log, rank=self.rank)
 
     def _write_again(self, **more: Any) -> None:

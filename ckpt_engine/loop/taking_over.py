@@ -83,7 +83,7 @@ class Resume(ABC):
         own["parameters"] = stored.read_order(own.get("parameters"))
         self._engine.expect_replay(loaded, self._other_way)
         if (recorder := self._engine.recorder) is not None:
-            recorder.told = self.report.add_replay
+            recorder.proof.told = self.report.add_replay
         if self._engine.changes.new_streams:
             own["rng"] = rng.capture()
         if self._engine.changes.restarts:

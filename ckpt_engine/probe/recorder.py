@@ -12,9 +12,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,14 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_engine.copy.host_memory import shared_memory
-from ckpt_engine.errors import RanksError, ReplayError
-from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.observe.run_times import hook_time
 from ckpt_engine.probe.batch import digest_of
-from ckpt_engine.probe.rank_verdicts import joined, publish
 from ckpt_engine.probe.raw_memory import numpy_stream, torch_stream
 from ckpt_engine.probe.repeated_steps import RepeatedSteps, steps_behind
-from ckpt_engine.probe.sample import Sampler
+from ckpt_engine.probe.replay_proof import ReplayProof
+from ckpt_engine.probe.sample import Samplers
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store import names
 from ckpt_engine.store.rows import ROW_BYTES, ROWS, ProcessRows, Ring, Row
@@ -58,7 +54,7 @@ class FlightRecorder:
     Attributes:
         rank: of this process.
         name, about, fd: what `WriterClient.attach_rows` takes.
-        told: hears of the outcome, once.
+        proof: of the resume of this process.
     """
 
     def __init__(
@@ -69,10 +65,7 @@ class FlightRecorder:
         *,
         stops: bool,
     ) -> None:
-        self._optimizers, self._modules, self._stops = optimizers, modules, stops
-        self._ranks = ranks
-        self._resumed: int | None = None
-        """Of several ranks: the step at which they have resumed, until rank 0 has reported what all have found."""
+        self.proof = ReplayProof(ranks, stops=stops)
         self.rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self.name = names.rows_name(time.time_ns() // 1_000_000, os.urandom(4).hex(), self.rank)
         self.about: dict[str, Any] = {
@@ -84,17 +77,12 @@ class FlightRecorder:
         }
         self.fd, memory = shared_memory("ckpt-rows", ROWS * ROW_BYTES)
         self._ring = Ring(memory)
-        self._samplers: dict[int, Sampler] = {}
-        self._by_hand: Any = SimpleNamespace(param_groups=[], state={})
-        """Stands for the optimizer of a run without one of torch's."""
+        self._samplers = Samplers(optimizers, modules)
         self._number = self._calls = self._step = self._skips = self._batch = 0
         self._rates: tuple[list[float], int] = ([], 0)
         """The last ones, and their digest."""
         self._noted = 0, 0, time.time()
         """Steps of optimizers and the digest of batches at the last boundary, and since when the rows count."""
-        self._comparison: RepeatedSteps | None = None
-        self._why = ""
-        self.told: Callable[[Replay], object] = lambda _: None
         self._handle: RemovableHandle | None = register_optimizer_step_post_hook(self._stepped)
 
     def leave_fork(self) -> None:
@@ -109,42 +97,13 @@ class FlightRecorder:
         self._handle = None
         self._samplers.clear()
         os.close(self.fd)
-        with suppress(RanksError):  # rank 0 may have ended
-            if self._comparison is not None and self._comparison.end():
-                self._judged()
-            self._join(last=True)
-
-    @property
-    def replay(self) -> Replay:
-        """How the resume is proved so far."""
-        return self._comparison.replay if self._comparison is not None else Replay("not compared", 0, self._why)
-
-    def _judged(self) -> None:
-        """This process has compared its steps. Rank 0 reports later, for all."""
-        if self._ranks is not None and self._resumed is not None:
-            publish(self._ranks, self._resumed, self.replay)
-        if self._ranks is None or self.rank:
-            self.told(self.replay)
-
-    def _join(self, *, last: bool) -> None:
-        """On rank 0: report what all ranks have found, once."""
-        if self._ranks is None or self._resumed is None or self.rank:
-            return
-        if (replay := joined(self._ranks, self._resumed, last=last)) is not None:
-            self._resumed = None
-            if replay.first is not None or self._comparison is not None:
-                self.told(replay)
+        self.proof.end()
 
     @property
     def note(self) -> dict[str, float]:
         """For the snapshot of the last boundary."""
         calls, batch, since = self._noted
         return {"calls": calls, "batch": batch, "world": self.about["world"], _SINCE: since}
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether nothing may be overwritten yet."""
-        return self._stops and self._comparison is not None and not self._comparison.over
 
     # ---- what a run says
 
@@ -157,13 +116,11 @@ class FlightRecorder:
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete. Where the run has no optimizer of torch, that makes a row."""
-        if self._calls == self._noted[0] and step != self._step and not self._optimizers():
-            self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
-            self._stepped(self._by_hand)
+        if self._calls == self._noted[0] and step != self._step and (by_hand := self._samplers.by_hand()) is not None:
+            self._stepped(by_hand)
         self._step = step
         self._noted = self._calls, self._batch, self._noted[2]
-        if self._resumed is not None:
-            self._join(last=False)
+        self.proof.join(last=False)
 
     def expect(
         self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], *, other_way: str = ""
@@ -176,34 +133,27 @@ class FlightRecorder:
             earlier: what earlier processes have recorded, oldest first.
             other_way: why this process is to go another way than they did, and is not compared.
         """
-        self._step, self._comparison, self._resumed = step, None, None
-        self._begin_comparison(saved, step, earlier, other_way)
-        if self._ranks is not None:
-            self._resumed = step
-            if self._comparison is None:
-                publish(self._ranks, step, self.replay)
+        self._step = step
+        self.proof.expect(step, self._comparison_with(saved, earlier, other_way))
 
-    def _begin_comparison(
-        self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], other_way: str
-    ) -> None:
+    def _comparison_with(
+        self, saved: Mapping[str, Any] | None, earlier: Sequence[ProcessRows], other_way: str
+    ) -> RepeatedSteps | str:
+        """With what earlier processes have recorded; a text: why there is none."""
         if saved is None:
-            self._why = other_way or "the snapshot has no record of its steps"
-            return
+            return other_way or "the snapshot has no record of its steps"
         self._calls, self._batch = int(saved["calls"]), int(saved["batch"])
-        self.boundary(step)
         if saved["world"] != self.about["world"]:
             other_way = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
         since = time.time() if other_way else float(saved.get(_SINCE, 0.0))
-        self._noted = *self._noted[:2], since
+        self._noted = self._calls, self._batch, since
         if other_way:
-            self._why = other_way
-            return
+            return other_way
         earlier = [replace(one, rows=tuple(row for row in one.rows if row.time >= since)) for one in earlier]
         earlier = [life for life in earlier if life.about.get("version") == VERSION]
-        self._why = "no step was repeated" if earlier else "no earlier process has left a record"
-        expected = steps_behind(earlier, self._calls)
-        if expected:
-            self._comparison = RepeatedSteps(expected, earlier[-1].about, self.about, self._names)
+        if expected := steps_behind(earlier, self._calls):
+            return RepeatedSteps(expected, earlier[-1].about, self.about, self._samplers.names)
+        return "no step was repeated" if earlier else "no earlier process has left a record"
 
     def begin(self, ahead: int) -> None:
         """The resumed loop asks for its first batch.
@@ -217,7 +167,7 @@ class FlightRecorder:
 
     @hook_time.counted
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        sampler = self._samplers.get(id(optimizer)) or self._follow(optimizer)
+        sampler = self._samplers.get(id(optimizer)) or self._samplers.follow(optimizer)
         if sampler is None or self._handle is None:
             return
         self._calls += 1
@@ -240,27 +190,9 @@ class FlightRecorder:
             words,
         )
         self._batch = 0
-        comparison = self._comparison
-        if comparison is not None and not comparison.over and comparison.compare(Row._make(row)):
-            self._judged()
-            if self._stops and comparison.replay.first is not None:  # a step that is not to be is no measure of others
-                raise ReplayError(
-                    comparison.replay.text(),
-                    hint="`replay: warn` trains on, and reports the same; `resume: off` starts afresh",
-                )
+        if self.proof.is_under_way:
+            self.proof.compare(Row._make(row))
         self._ring.put(row)
-
-    def _follow(self, optimizer: torch.optim.Optimizer) -> Sampler | None:
-        for name, one in {**self._optimizers(), "": self._by_hand}.items():
-            if one is optimizer or any(each is optimizer for each in vars(one).values()):
-                found = name if one is optimizer else f"{name}, inner"
-                return self._samplers.setdefault(id(optimizer), Sampler(optimizer, found))
-        return None
-
-    def _names(self, row: Row) -> list[tuple[str, str]]:
-        sampler = next(one for one in self._samplers.values() if one.checksum == row.optimizer)
-        named = {id(p): f"{key}.{name}" for key, m in self._modules().items() for name, p in m.named_parameters()}
-        return sampler.names(row.calls, named)
 
 
 def _number(rate: Any) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_engine.probe.raw_memory import MEMORY, PLAIN, elements
 from ckpt_engine.state.sharding import here
-from ckpt_engine.store.rows import CHUNK_BYTES
+from ckpt_engine.store.rows import CHUNK_BYTES, Row
 
 EACH_WAY = 2
 """So many parameters are looked at in turn, and as many by size."""
@@ -179,3 +180,42 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
     else:
         words = elements(tensor).flat[start // size : end // size].tobytes()
     return words.ljust(CHUNK_BYTES, b"\0")
+
+
+class Samplers(dict[int, Sampler]):
+    """The samplers of a run, by the id of their optimizer, each made at its first step.
+
+    Args:
+        optimizers: of the run now, by name.
+        modules: names for its parameters.
+    """
+
+    def __init__(
+        self,
+        optimizers: Callable[[], Mapping[str, torch.optim.Optimizer]],
+        modules: Callable[[], Mapping[str, torch.nn.Module]],
+    ) -> None:
+        super().__init__()
+        self._optimizers, self._modules = optimizers, modules
+        self._by_hand: Any = SimpleNamespace(param_groups=[], state={})
+
+    def by_hand(self) -> Any:
+        """What stands for the optimizer of a run without one of torch's; None: the run has one."""
+        if self._optimizers():
+            return None
+        self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
+        return self._by_hand
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> Sampler | None:
+        """The sampler of an optimizer that has none yet; None: it is not part of the run."""
+        for name, one in {**self._optimizers(), "": self._by_hand}.items():
+            if one is optimizer or any(each is optimizer for each in vars(one).values()):
+                found = name if one is optimizer else f"{name}, inner"
+                return self.setdefault(id(optimizer), Sampler(optimizer, found))
+        return None
+
+    def names(self, row: Row) -> list[tuple[str, str]]:
+        """Of the words of a row the tensor and its dtype."""
+        sampler = next(one for one in self.values() if one.checksum == row.optimizer)
+        named = {id(p): f"{key}.{name}" for key, m in self._modules().items() for name, p in m.named_parameters()}
+        return sampler.names(row.calls, named)

@@ -35,7 +35,7 @@ def life(
             ThreadRanks(rank, SIZE, store),
             stops=False,
         )
-        recorder.told = told[rank].append
+        recorder.proof.told = told[rank].append
         ranks.append((model, optimizer, recorder))
     rows = []
     try:

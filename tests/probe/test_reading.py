@@ -192,8 +192,8 @@ def test_rows_of_another_version_are_not_compared(version: int | None) -> None:
         about = {key: value for key, value in {**recorder.about, "version": version}.items() if value is not None}
         recorder.expect({"calls": 0, "batch": 0, "world": 1}, 0, [ProcessRows(about, (row,))])
         compared = version == VERSION
-        assert ("1 repeated steps" in recorder.replay.why) is compared
-        assert (recorder.replay.why == "no earlier process has left a record") is not compared
+        assert ("1 repeated steps" in recorder.proof.replay.why) is compared
+        assert (recorder.proof.replay.why == "no earlier process has left a record") is not compared
     finally:
         recorder.close()
 

@@ -1,0 +1,99 @@
+"""The proof of a resume: what this process has compared, and of several ranks what all of them have found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from ckpt_engine.errors import RanksError, ReplayError
+from ckpt_engine.observe.resume_report import Replay
+from ckpt_engine.probe.rank_verdicts import joined, publish
+from ckpt_engine.probe.repeated_steps import RepeatedSteps
+from ckpt_engine.ranks.world import Ranks
+from ckpt_engine.store.rows import Row
+
+
+class ReplayProof:
+    """Of the resume of one process.
+
+    Args:
+        ranks: this process is one of them; None: it is alone.
+        stops: a difference raises.
+
+    Attributes:
+        told: hears of the outcome, once.
+    """
+
+    def __init__(self, ranks: Ranks | None, *, stops: bool) -> None:
+        self._ranks, self._stops = ranks, stops
+        self._resumed: int | None = None
+        """Of several ranks: the step at which they have resumed, until rank 0 has reported what all have found."""
+        self._comparison: RepeatedSteps | None = None
+        self._why = ""
+        self.told: Callable[[Replay], object] = lambda _: None
+
+    @property
+    def replay(self) -> Replay:
+        """How the resume is proved so far."""
+        return self._comparison.replay if self._comparison is not None else Replay("not compared", 0, self._why)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there are steps to compare."""
+        return self._comparison is not None and not self._comparison.over
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether nothing may be overwritten yet."""
+        return self._stops and self.is_under_way
+
+    def expect(self, step: int, found: RepeatedSteps | str) -> None:
+        """The run continues from a snapshot of `step`.
+
+        Args:
+            found: the steps to compare; a text: why none are.
+        """
+        self._comparison, self._why = (None, found) if isinstance(found, str) else (found, "")
+        if self._ranks is not None:
+            self._resumed = step
+            if self._comparison is None:
+                publish(self._ranks, step, self.replay)
+
+    def compare(self, row: Row) -> None:
+        """A step while this is under way.
+
+        Raises:
+            ReplayError: it differs, and that is to end training.
+        """
+        assert self._comparison is not None
+        if not self._comparison.compare(row):
+            return
+        self._judged()
+        if self._stops and self.replay.first is not None:  # a step that is not to be is no measure of others
+            raise ReplayError(
+                self.replay.text(),
+                hint="`replay: warn` trains on, and reports the same; `resume: off` starts afresh",
+            )
+
+    def end(self) -> None:
+        """What was compared is the outcome."""
+        with suppress(RanksError):  # rank 0 may have ended
+            if self._comparison is not None and self._comparison.end():
+                self._judged()
+            self.join(last=True)
+
+    def join(self, *, last: bool) -> None:
+        """On rank 0: report what all ranks have found, once."""
+        if self._ranks is None or self._resumed is None or self._ranks.rank:
+            return
+        if (replay := joined(self._ranks, self._resumed, last=last)) is not None:
+            self._resumed = None
+            if replay.first is not None or self._comparison is not None:
+                self.told(replay)
+
+    def _judged(self) -> None:
+        """This process has compared its steps. Rank 0 reports later, for all."""
+        if self._ranks is not None and self._resumed is not None:
+            publish(self._ranks, self._resumed, self.replay)
+        if self._ranks is None or self._ranks.rank:
+            self.told(self.replay)

@@ -50,6 +50,7 @@ from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.changes import OTHER_WAY, Changes
 from ckpt_engine.restore.choose import Candidate, ManifestCheck
 from ckpt_engine.restore.load import Restorer
+from ckpt_engine.run_end import ClosingTime, Ending
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -70,32 +71,47 @@ _SKIPPED = SnapshotSkippedError.code
 """Another rank was busy, or reports itself what it lost."""
 
 
-class Ending:
-    """What the end of a run has to know of what stops it; here nothing does."""
+class NewestState:
+    """The newest state that was to be saved, and whether it is durable.
+
+    Args:
+        on_error: the option.
+
+    Attributes:
+        durable_step: of the newest snapshot that is durable; -1: none is.
+        cause: why the newest snapshot that was wanted is durable nowhere; None: it is, or may become so.
+    """
+
+    def __init__(self, on_error: str) -> None:
+        self._on_error = on_error
+        self._handle: SaveHandle | None = None
+        self._step = self.durable_step = -1
+        self.cause: CkptError | None = None
+
+    def wanted(self, step: int, handle: SaveHandle | None, cause: CkptError | None = None) -> None:
+        """The state of this step was to be saved; `handle`: its snapshot was taken, `cause`: why it was not."""
+        self._handle, self._step, self.cause = handle, step, cause
+
+    def settle(self, event: SnapshotCommitted | SnapshotFailed) -> None:
+        """What has become of a snapshot."""
+        if isinstance(event, SnapshotCommitted):
+            self.durable_step = event.step
+            self.cause = None if event.step == self._step else self.cause
+        elif event.step == self._step and event.code != _SKIPPED:
+            self.cause = ErrorRecord(event.code, event.message, event.hint).exception()
 
     @property
-    def stopped_by(self) -> str | None:
-        """Who has asked the run to stop, if that is so."""
-        return None
-
-    @property
-    def tells(self) -> bool:
-        """Whether the end says what is late: as an error, or in the log if the run is to stop. Else others say it."""
-        return True
-
-    def seconds_left(self, at_most: float) -> float:
-        """How long something may be waited for."""
-        return at_most
-
-    def hurries(self, copies: bool) -> bool:  # noqa: ARG002
-        """Whether a wait ends now; `copies`: one for what further tiers lack, which can be done without."""
-        return False
-
-    def leave(self) -> None:
-        """The run is closed: of several ranks this one has nothing more to do."""
-
-    def ended(self) -> None:
-        """Everything is durable."""
+    def loss(self) -> SnapshotFailedError | None:
+        """What the run loses if it ends now: the last state that was to be saved is durable nowhere. None: nothing."""
+        if self.cause is None or (self._handle is not None and self._handle.has_raised):
+            return None
+        newest = "no snapshot is durable" if self.durable_step < 0 else f"step {self.durable_step:,} is the newest"
+        ends = "" if self._on_error == "warn" else "`on_error: warn` ends without this error"
+        hints = (self.cause.hint, "`on_error: raise` stops training at the first failure", ends)
+        return SnapshotFailedError(
+            f"step {self._step:,} is lost, its state is durable nowhere, {newest}: {self.cause.message}",
+            hint="; ".join(filter(None, hints)),
+        )
 
 
 class Engine:
@@ -108,6 +124,9 @@ class Engine:
 
     Nothing is started, written or locked before the first `start`, `prepare` or `save`. All methods belong to the
     training thread.
+
+    Attributes:
+        newest: the newest state that was to be saved.
 
     Raises:
         ConfigError: an option is unknown or impossible.
@@ -154,14 +173,8 @@ class Engine:
         self._fatal: list[TierDegraded] = []
         self.ending = Ending()
         self._why: Callable[[], str] = str
-        self._closing, self._close_by = False, math.inf
-        self._newest: SaveHandle | None = None
-        """Of the newest snapshot that was taken; None: the newest one failed in the call."""
-        self._newest_step, self._durable_step = -1, -1
-        self._loss: CkptError | None = None
-        """Why the newest snapshot that was wanted is durable nowhere; None: it is, or may become so."""
-        self._in_vain_seconds = 0.0
-        """The newest `wait` since a snapshot was taken took so long, and did not see the end of what is in flight."""
+        self._closing = ClosingTime()
+        self.newest = NewestState(self.config.on_error)
 
     @property
     def root_url(self) -> str:
@@ -171,7 +184,7 @@ class Engine:
     @property
     def facts(self) -> dict[str, str]:
         """Where the run is and how far its snapshots are, for people."""
-        loaded, durable = self.loaded, self._durable_step
+        loaded, durable = self.loaded, self.newest.durable_step
         resumed = {} if loaded is None else {"resumed from": f"step {loaded.info.step:,}"}
         return {"at": self.root_url, **resumed, "newest durable": f"step {durable:,}" if durable >= 0 else "none yet"}
 
@@ -371,8 +384,8 @@ class Engine:
         began = time.monotonic()
         handle = self._pipeline.save(state, wanted)
         if handle.skipped is None:
-            self._newest, self._newest_step, self._loss = handle, wanted.step, None
-            self._in_vain_seconds = 0.0
+            self.newest.wanted(wanted.step, handle)
+            self._closing.in_vain_seconds = 0.0
         self.times.waited("stall", time.monotonic() - began)
         self._pipeline.spend(self.times)
         self._say_what_stays()
@@ -393,28 +406,6 @@ class Engine:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-
-    def lacks(self, step: int, why: CkptError) -> None:
-        """The state of this step was to be saved, and is not: said at the end unless a newer one is.
-
-        Args:
-            step: its number.
-            why: the cause.
-        """
-        self._newest, self._newest_step, self._loss = None, step, why
-
-    @property
-    def loss(self) -> SnapshotFailedError | None:
-        """What the run loses if it ends now: the last state that was to be saved is durable nowhere. None: nothing."""
-        if self._loss is None or (self._newest is not None and self._newest.has_raised):
-            return None
-        newest = "no snapshot is durable" if self._durable_step < 0 else f"step {self._durable_step:,} is the newest"
-        ends = "" if self.config.on_error == "warn" else "`on_error: warn` ends without this error"
-        hints = (self._loss.hint, "`on_error: raise` stops training at the first failure", ends)
-        return SnapshotFailedError(
-            f"step {self._newest_step:,} is lost, its state is durable nowhere, {newest}: {self._loss.message}",
-            hint="; ".join(filter(None, hints)),
-        )
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
         """Of several ranks: this one takes no snapshot of `step` although the others do.
@@ -546,8 +537,8 @@ class Engine:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight, not beyond a stop or what `begin_close` says. See `Checkpointer.wait`."""
         began, most = time.monotonic(), arguments.seconds(timeout, WAIT_SECONDS)
-        done = self._pipeline.drain(min(most, max(0.0, self._close_by - began)), self.ending.hurries)
-        self._in_vain_seconds = 0.0 if done else time.monotonic() - began
+        done = self._pipeline.drain(min(most, self._closing.seconds_left), self.ending.hurries)
+        self._closing.in_vain_seconds = 0.0 if done else time.monotonic() - began
         return done
 
     @property
@@ -561,22 +552,21 @@ class Engine:
         Args:
             timeout: see `Checkpointer.close`.
         """
-        most = arguments.seconds(timeout, CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end)
-        self._close_by = time.monotonic() + most - self._in_vain_seconds
+        self._closing.limit(arguments.seconds(timeout, CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end))
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
         """See `Checkpointer.close`."""
-        if timeout is not None or self._close_by == math.inf:
+        if timeout is not None or self._closing.seconds_left == math.inf:
             self.begin_close(timeout)
-        if self._closing or self.tenure.forked:
+        if self._closing.has_begun or self.tenure.forked:
             return
-        self._closing = True
+        self._closing.has_begun = True
         self.times.over()
         self._pipeline.spend(self.times)
         self._restorer.detach()
         keeps = failed and self.memory and self._session is not None
         try:
-            left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
+            left = self.ending.seconds_left(self._closing.seconds_left)
             error = sys.exception()
             failed = failed and self.ending.stopped_by is None and is_failure(error)
             why = self.ending.stopped_by or ("" if error is None else type(error).__name__)
@@ -587,13 +577,13 @@ class Engine:
             if self.ending.tells:
                 LOG.error("%s", err)
         except KeyboardInterrupt:
-            self._closing = False
+            self._closing.has_begun = False
             raise
         finally:
             self.ending.leave()
-            if self._closing:
+            if self._closing.has_begun:
                 self.tenure.over()
-        loss = self.loss
+        loss = self.newest.loss
         if loss is None or self._fatal:
             self._surface()
         self.ending.ended()
@@ -601,7 +591,7 @@ class Engine:
         if loss is not None and (failed or sys.exception() is not None or self.config.on_error == "warn"):
             LOG.error("%s", loss)
         elif loss is not None:
-            raise loss from self._loss
+            raise loss from self.newest.cause
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
@@ -620,20 +610,19 @@ class Engine:
 
     def _emit(self, event: Event) -> None:
         is_late = isinstance(event, SnapshotFailed) and event.code == WaitTimeoutError.code
-        if self._closing and not self.ending.tells and (is_late or isinstance(event, WriterLost)):
+        if self._closing.has_begun and not self.ending.tells and (is_late or isinstance(event, WriterLost)):
             return  # the writer continues without this process with what it has not written yet
         if isinstance(event, AttemptsFound):
             self.times.found(event)
-        if isinstance(event, SnapshotCommitted):
-            self._durable_step = event.step
-            self._loss = None if event.step == self._newest_step else self._loss
-        elif isinstance(event, SnapshotFailed) and event.step == self._newest_step and event.code != _SKIPPED:
-            self._loss = ErrorRecord(event.code, event.message, event.hint).exception()
+        if isinstance(event, SnapshotCommitted | SnapshotFailed):
+            self.newest.settle(event)
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):
             # At the end the line about what is missing says it.
-            known = event.tier in self._restorer.away or (self._closing and self._restorer.is_further(event.tier))
+            known = event.tier in self._restorer.away or (
+                self._closing.has_begun and self._restorer.is_further(event.tier)
+            )
             self._restorer.away.discard(event.tier)
             event = replace(event, known=known)
         self.events.emit(event)
@@ -655,6 +644,6 @@ class Engine:
         failures = self._pipeline.failures
         failure = failures.pop(0) if failures else None
         if failure is not None and self.config.on_error == "raise":
-            self._loss = None  # the script knows now, and decides
+            self.newest.cause = None  # the script knows now, and decides
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure

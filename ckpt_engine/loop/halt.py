@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ckpt_engine.engine import Ending, Engine
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
@@ -19,6 +19,7 @@ from ckpt_engine.observe.units import count, duration, share
 from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
+from ckpt_engine.run_end import Ending
 
 _LEAVE_SECONDS = 60.0
 """How long other ranks wait for rank 0 to have closed a run that has diverged."""
@@ -133,7 +134,7 @@ class Halt(Ending):
 
     @property
     def tells(self) -> bool:
-        """See `engine.Ending`: a rank that has failed has said what is durable, also where its launcher signals it."""
+        """See `Ending.tells`: a rank that has failed has said what is durable, also where its launcher signals it."""
         return self._gone_by is None
 
     def stop_too(self, stop: Stop) -> None:
@@ -160,7 +161,7 @@ class Halt(Ending):
 
     def exit_of(self, stop: Stop) -> BaseException:
         """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
-        is_lost = self._engine.loss is not None and self._engine.config.on_error != "warn"
+        is_lost = self._engine.newest.loss is not None and self._engine.config.on_error != "warn"
         code = stop.notice.exit_code or int(is_lost)
         self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(code)
         return self._exit

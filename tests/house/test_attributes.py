@@ -35,11 +35,9 @@ FLAGS = {
 }
 """Classes with more attributes that are true or false."""
 NAMES = {
-    "SharedCadence": 49,
-    "Cadence": 39,
+    "SharedCadence": 48,
+    "Cadence": 38,
     "Feed": 33,
-    "AcceleratedLoop": 35,
-    "Tracker": 32,
     "NodeMemberTier": 31,
     "PrimaryTier": 26,
     "ProcessWriter": 30,
@@ -49,25 +47,18 @@ NAMES = {
     "FitRun": 23,
     "Training": 27,
     "Epoch": 25,
-    "FitResume": 25,
+    "FitResume": 18,
     "JobQueue": 23,
     "Peers": 20,
-    "FlightRecorder": 23,
     "ThreadWriter": 23,
     "Persister": 24,
     "SimulatedJob": 22,
-    "TrainerRun": 20,
-    "Audit": 21,
-    "LoopResume": 21,
-    "Engine": 20,
     "WriterClient": 20,
-    "Together": 19,
     "_Drawer": 19,
-    "Loops": 17,
     "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 54}
+LIFE = {"ckpt_engine/loop": 23, "ckpt_engine/writer": 54}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

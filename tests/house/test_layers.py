@@ -140,9 +140,8 @@ TWICE = frozenset(
 """Aliases of types whose name is also that of another alias or of a class: they may only become fewer."""
 WIDE = frozenset(
     {
-        *("Cadence", "Config", "Engine", "Epoch", "Feed", "FitResume", "FitRun", "FlightRecorder", "JobQueue", "Loops"),
-        *("Options", "Peers", "Persister", "Pipeline", "PreemptionWatch", "PrimaryTier", "SecondaryTier"),
-        *("SecondaryTiers", "SimulatedJob", "Stopping", "Together", "Tracker", "Training", "TrainerEvents"),
+        *("Cadence", "Config", "Epoch", "Feed", "FitRun", "JobQueue", "Options", "Peers", "Persister", "Pipeline"),
+        *("PreemptionWatch", "PrimaryTier", "SecondaryTier", "SecondaryTiers", "SimulatedJob", "Training"),
         "WriterClient",
     }
 )

@@ -116,7 +116,7 @@ class AcceleratedLoop(Tracker):
     def _before_first_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""
         feed = self._life.resumed
-        if feed is None or not self._life.awaits(feed) or self._turns.asked:
+        if feed is None or not self._life.awaits(feed) or self._turns.asked_feeds:
             return
         if self._loops.untracked.tracked(optimizer) is not None:
             raise ResumeError(

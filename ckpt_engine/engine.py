@@ -88,7 +88,7 @@ class NewestState:
         self._step = self.durable_step = -1
         self.cause: CkptError | None = None
 
-    def wanted(self, step: int, handle: SaveHandle | None, cause: CkptError | None = None) -> None:
+    def note_wanted(self, step: int, handle: SaveHandle | None, cause: CkptError | None = None) -> None:
         """The state of this step was to be saved; `handle`: its snapshot was taken, `cause`: why it was not."""
         self._handle, self._step, self.cause = handle, step, cause
 
@@ -384,7 +384,7 @@ class Engine:
         began = time.monotonic()
         handle = self._pipeline.save(state, wanted)
         if handle.skipped is None:
-            self.newest.wanted(wanted.step, handle)
+            self.newest.note_wanted(wanted.step, handle)
             self._closing.in_vain_seconds = 0.0
         self.times.waited("stall", time.monotonic() - began)
         self._pipeline.spend(self.times)

@@ -506,7 +506,7 @@ class TrainingRun:
             if wrong or isinstance(err, LeaseHeldError) or self.config.on_error == "raise":
                 raise
             self.log.error("no snapshot of step %d: %s", step, err)
-            self.engine.newest.wanted(step, None, err)
+            self.engine.newest.note_wanted(step, None, err)
             self.cadence.skipped(step, "error")
             return None
         stall = time.perf_counter() - began
@@ -530,7 +530,7 @@ class TrainingRun:
         if not self.engine.ready() and not self.engine.wait(self.stopping.halt.seconds_left(END_WAIT_SECONDS)):
             late = WaitTimeoutError("the final state was not saved: earlier snapshots are still being written")
             self.log.error("%s", late.message)
-            self.engine.newest.wanted(instant.step, None, late)
+            self.engine.newest.note_wanted(instant.step, None, late)
             self.engine.miss(instant.step, "busy")
             return
         self.take(instant, reason)

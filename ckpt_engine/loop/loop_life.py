@@ -49,9 +49,9 @@ class LoopLife:
         """The saved pass begins. If it sees no gradient, it does not use up the saved position."""
         self.put_back.clear()
         self._gradient_hooks.close()
-        components.watch_gradients(parts, self.trains, self._gradient_hooks)
+        components.watch_gradients(parts, self.begin_training, self._gradient_hooks)
 
-    def passed(self, feed: Feed) -> None:
+    def end_pass(self, feed: Feed) -> None:
         """A pass over `feed` is over. Where that was the resumed one, no place is looked for any more."""
         if feed is self.resumed:
             self.resumed = None
@@ -69,7 +69,7 @@ class LoopLife:
         self.phase = self.phase.to(ARRIVED)
         self.settle()
 
-    def trains(self) -> None:
+    def begin_training(self) -> None:
         """Something was trained: nothing is put back any more."""
         # Hooks stay until `settle`: this may be one of autograd's own threads, which walks through them right now.
         if self.phase is FRESH or self.phase is RESTORING:

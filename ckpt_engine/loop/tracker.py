@@ -143,7 +143,7 @@ class Tracker(LoopProgress):
         if not self._parts.optimizers:
             self._count_step()
         turns = self._turns
-        feed = next((one for one in turns.due if one.phase in OPEN), None)
+        feed = next((one for one in turns.due_feeds if one.phase in OPEN), None)
         others = self._surroundings.accumulating() or any(one.phase in OPEN for one in self._feeds)
         if not turns.has_stepped and not others and self._training is None:
             turns.step += 1
@@ -151,7 +151,7 @@ class Tracker(LoopProgress):
             self._resume.trains()
             self._resume.say(self._loops.counts_again())
             self._boundary(feed)
-            turns.announced = True
+            turns.is_announced = True
 
     def before_update(self) -> None:
         """The fence: call before code that changes weights without an optimizer. Cheap if nothing is being copied.
@@ -181,9 +181,9 @@ class Tracker(LoopProgress):
         self._run.stopping.watch.trained(turns.step)
         try:
             if complete is None:
-                done = turns.announced if self._training is None else self._training.phase is ENDED
+                done = turns.is_announced if self._training is None else self._training.phase is ENDED
                 complete = done and not turns.has_stepped and error is None
-            if not turns.announced and self._training is None and error is None:
+            if not turns.is_announced and self._training is None and error is None:
                 self._missed.end()
             if waits and error is None and (self._resume.is_unfinished or any(one.asked_at for one in self._feeds)):
                 self._run.log.error("resumed at step %d, and the loop has trained on no batch", turns.step)
@@ -255,7 +255,7 @@ class Tracker(LoopProgress):
         if life.phase is ARRIVED:
             life.settle()
         self._resume.say(*self._loops.asked(feed))
-        turns.ask(feed, self._training)
+        turns.note_request(feed, self._training)
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
         is_first = feed.delivered == 0 and life.phase is FRESH
         if is_first and not any(one.phase in OPEN for one in self._feeds if one is not feed):
@@ -271,17 +271,17 @@ class Tracker(LoopProgress):
             if self._loops.arrives(feed):
                 self._resume.say(*self._loops.problems())
                 life.arrive()
-        elif feed in turns.due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
+        elif feed in turns.due_feeds or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
             self._failing.waits = True
-        turns.asked.add(feed)
+        turns.asked_feeds.add(feed)
 
     @hook_time.counted
     def given(self, feed: Feed, batch: Any) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False
         self._run.took(batch)
-        if not (self._parts.optimizers or self._turns.announced) and (stop := self._missed.stepped()) is not None:
+        if not (self._parts.optimizers or self._turns.is_announced) and (stop := self._missed.stepped()) is not None:
             raise self._end(stop, None)
         if feed in (self._training, self._life.resumed):
             self._resume.publish()
@@ -295,7 +295,7 @@ class Tracker(LoopProgress):
     def over(self, feed: Feed) -> None:
         """A pass over a followed loader is complete, or was left."""
         self._resume.say(self._loops.skips_again(ended=True))
-        self._turns.asked.discard(feed)
+        self._turns.asked_feeds.discard(feed)
         self._life.settle()
         began = self._loops.over(feed)
         ended = feed.phase is ENDED and not feed.without_step
@@ -305,7 +305,7 @@ class Tracker(LoopProgress):
                 self._resume.again(feed)
                 self._life.put_back.append(feed)
             return
-        self._life.passed(feed)
+        self._life.end_pass(feed)
         if feed.trained:
             self._run.complete_copies()  # averaged weights may be swapped in for an evaluation
             self._failing.left()
@@ -330,10 +330,10 @@ class Tracker(LoopProgress):
     def _count_step(self) -> None:
         if not self._loops.start.over:
             self._resume.trains()
-        self._life.trains()
+        self._life.begin_training()
         self._loops.stepped()
-        self._turns.count()
-        asked = self._turns.asked
+        self._turns.count_step()
+        asked = self._turns.asked_feeds
         if asked and self._training not in asked:
             self._training = next(one for one in self._feeds if one in asked)
 
@@ -341,13 +341,13 @@ class Tracker(LoopProgress):
 
     def _boundary(self, feed: Feed | None) -> None:
         turns = self._turns
-        turns.begin(feed)
+        turns.begin_boundary(feed)
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
-        around, unclear = self._loops.boundary(feed, turns.due)
+        around, unclear = self._loops.boundary(feed, turns.due_feeds)
         self._training, obstacle = around or self._training, obstacle or unclear
         self._missed.reached(can_stop=obstacle is None)
         if obstacle is None:
-            for one in turns.due:
+            for one in turns.due_feeds:
                 one.interior = one.delivered > 0
         self._run.audit.hidden.stepped()
         self._stepped.look()
@@ -358,7 +358,7 @@ class Tracker(LoopProgress):
         else:
             self._failing.missed(turns.step, obstacle)
         self._stepped.clear()
-        turns.reached(around)
+        turns.end_boundary(around)
 
     def _end(self, stop: Stop, take: Take | None) -> BaseException:
         """See `Halt.end` and `Halt.unsaved`; then signals are the script's, which may catch the exception."""

@@ -14,16 +14,16 @@ class Turns:
 
     Attributes:
         step: optimizer steps so far.
-        asked: the loaders that were asked for a batch since the last boundary.
-        due: those of them after whose batches weights have changed.
-        announced: the loop has said itself that a step is complete.
+        asked_feeds: the loaders that were asked for a batch since the last boundary.
+        due_feeds: those of them after whose batches weights have changed.
+        is_announced: the loop has said itself that a step is complete.
     """
 
     def __init__(self, step: int) -> None:
         self.step = self._reached = step
-        self.asked: set[Feed] = set()
-        self.due: set[Feed] = set()
-        self.announced = False
+        self.asked_feeds: set[Feed] = set()
+        self.due_feeds: set[Feed] = set()
+        self.is_announced = False
         self._counted = False
         """The step of this turn is part of `step`."""
         self._first: At = ()
@@ -34,27 +34,27 @@ class Turns:
         """Whether there was a step since the last boundary."""
         return self.step != self._reached
 
-    def ask(self, feed: Feed, training: Feed | None) -> None:
+    def note_request(self, feed: Feed, training: Feed | None) -> None:
         """A batch is asked for: where the loop did so first, another turn begins."""
         self._first = self._first or feed.asked_from
         self._counted = self._counted and feed is not training and feed.asked_from != self._first
 
-    def count(self) -> None:
+    def count_step(self) -> None:
         """An optimizer has made a step."""
         self.step += not self._counted
         self._counted = True
-        for feed in self.asked:
+        for feed in self.asked_feeds:
             feed.stepped()
-        self.due |= self.asked
+        self.due_feeds |= self.asked_feeds
 
-    def begin(self, feed: Feed | None) -> None:
+    def begin_boundary(self, feed: Feed | None) -> None:
         """The loop is at a boundary, where `feed` is asked for a batch."""
         self._counted = False
         self._first = () if feed is None else feed.asked_from
 
-    def reached(self, around: Feed | None) -> None:
+    def end_boundary(self, around: Feed | None) -> None:
         """The boundary is over; `around`: the loop over this loader goes on with what was asked for before it."""
         self._reached = self.step
-        for feeds in (self.due, self.asked):
+        for feeds in (self.due_feeds, self.asked_feeds):
             feeds.clear()
             feeds.update([] if around is None else [around])

@@ -1,4 +1,4 @@
-"""What the end of a run has to know: what stops it, and how long it may take."""
+"""What the code that ends a run has to know."""
 
 from __future__ import annotations
 

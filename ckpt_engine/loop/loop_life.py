@@ -1,4 +1,4 @@
-"""The life of a tracked loop: a resumed one comes to the place of its snapshot before it trains."""
+"""The life of a tracked loop, which may begin on its way to the place of a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the report of a resume is collected, and published as a line and a file."""
+"""The report of a resume, from the first entry to its publication."""
 
 from __future__ import annotations
 

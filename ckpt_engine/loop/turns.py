@@ -1,4 +1,4 @@
-"""The steps of a tracked loop: those of one turn, from one boundary to the next, count as one."""
+"""Counts the steps of a tracked loop turn by turn, from one boundary to the next."""
 
 from __future__ import annotations
 

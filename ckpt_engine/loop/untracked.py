@@ -1,4 +1,4 @@
-"""Optimizers that change weights and are in no snapshot: those that are not tracked, and those inside of others."""
+"""Optimizers that change weights although no snapshot has their state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof of a resume: what this process has compared, and of several ranks what all of them have found."""
+"""Proves that a resumed run repeats what was done before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of places for snapshots."""
+"""Parses what a user writes as a place for snapshots, a folder or a URL, and says what is wrong with it."""
 
 from __future__ import annotations
 

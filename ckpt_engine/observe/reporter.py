@@ -1,4 +1,4 @@
-"""What a part of a run has to say about its work, as events."""
+"""Reports the events of one part of a run, and warns once of what keeps failing."""
 
 from __future__ import annotations
 

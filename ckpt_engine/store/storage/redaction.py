@@ -1,4 +1,4 @@
-"""Keeps out of messages what opens an object store."""
+"""Hides credentials in what is shown: those of storage options, of the environment and of URLs."""
 
 from __future__ import annotations
 

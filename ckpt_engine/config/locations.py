@@ -1,4 +1,4 @@
-"""Parses what a user writes as a place for snapshots, a folder or a URL, and says what is wrong with it."""
+"""Parses what a user writes as the place of snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hides credentials in what is shown: those of storage options, of the environment and of URLs."""
+"""Hides credentials of storages in whatever is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A storage whose objects are encrypted and signed, around one that keeps them; it also rotates the keys there.
+"""A storage whose objects are encrypted and signed, around one that keeps them.
 
 Each object but the lease begins with a header: magic, the public key of the process that wrote it, its size and a salt.
 AES-256-GCM chunks follow, so that the header and the first one, and each of the others, have 64 KiB. Their key is

@@ -1,4 +1,4 @@
-"""Reports the events of one part of a run, and warns once of what keeps failing."""
+"""Reports the events of one part of a run; what keeps failing is warned of once."""
 
 from __future__ import annotations
 

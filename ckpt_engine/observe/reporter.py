@@ -1,4 +1,4 @@
-"""Reports the events of one part of a run; what keeps failing is warned of once."""
+"""Reports the events of one part of a run, each failure once."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from ckpt_engine.snapshot.cuda import TornCopyError
 from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage, leavers
 from ckpt_engine.snapshot.save_request import OwnSnapshots, Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging
-from ckpt_engine.snapshot.unchanged import Unchanged
 from ckpt_engine.snapshot.writer_link import (
     Coming,
     Handover,
@@ -95,7 +94,6 @@ class Pipeline:
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
         self._copier = Copier()
-        self._unchanged = Unchanged()
         self._torn = False
         """A lazy copy was torn: from then on everything is copied before training continues."""
         self._writer: Handover | None = None
@@ -295,11 +293,9 @@ class Pipeline:
         about = ((slot.index, slot.fd, slot.nbytes), known, layout, capture.plan.trees)
         one = InFlightJob(job, handle, about, self.memory)
         self._in_flight.add(one)
-        claims = self._unchanged.claim(slot.index, known, capture)
 
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
-            self._unchanged.settle(claims, staged=error is None)
             if error is None:
                 self._in_flight.give(one, writer)
             elif isinstance(error, TornCopyError):
@@ -308,7 +304,7 @@ class Pipeline:
             else:
                 self._in_flight.refuse(one, SnapshotFailedError(f"staging failed: {error}"))
 
-        return Staging(capture, slot.views(capture.plan), submit, claims=claims, slot=slot.memory)
+        return Staging(capture, slot.views(capture.plan), submit, slot=slot.memory)
 
     def before_update(self) -> float:
         """The fence; seconds waited."""

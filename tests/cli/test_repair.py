@@ -30,6 +30,7 @@ from ckpt_engine.store.storage.base import Throttle
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
 from tests.snapshot.passage import same
+from tests.support import interpreters
 
 Ckpt = Callable[..., Any]
 WAIT_SECONDS = 60.0
@@ -288,7 +289,7 @@ def test_kills_in_the_middle_of_a_repair_lose_nothing(ckpt: Ckpt, pair: tuple[Pl
     hurt, repair, kills = near.files(), ["repair", str(tmp_path / "c.yaml")], list[int]()
     for call in range(FIRST_CALL, 10_000, EVERY_CALL):
         command = [sys.executable, "-m", "tests.cli.mortal", str(call), *repair]
-        process = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False)
+        process = interpreters.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False)
         assert process.returncode in (0, -signal.SIGKILL), process.stderr.decode()
         there = near.files()
         assert {name: there[name] for name in near.was if name not in bad} == {

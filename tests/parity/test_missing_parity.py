@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.tools.check_run import Checker
 from tests.cli.conftest import ckpt  # noqa: F401 - a fixture
 from tests.parity.places import PARTS, WAIT_SECONDS, ParityPlace, train
+from tests.support import interpreters
 
 Ckpt = Callable[..., Any]
 CALLS = {
@@ -138,7 +138,7 @@ def test_only_writing_needs_the_library(place: ParityPlace, tmp_path: Path) -> N
     config = tmp_path / "c.yaml"
     config.write_text(f"tiers: [{{url: {tmp_path / 'run'}, parity: {{data: 8, parity: 2}}}}]\n")
     command = [sys.executable, "-c", WITHOUT_LIBRARY, str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = interpreters.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 1
     assert "ConfigError: [CKPT100] parity needs pyeclib → pip install 'ckpt-engine[parity]'" in done.stderr
     assert ParityPlace(str(tmp_path / "run")).was == place.was

@@ -35,6 +35,8 @@ NEAR = 3.0
 epoch, and enough that their jitter adds little to that of the others."""
 DOUBT = 1.5
 """So many errors count as one of a slowdown that decides how often: a run looks hundreds of times."""
+RECOVERY_STEPS = 2
+"""Steps that begin within the time of so many after a snapshot may be longer because of it."""
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
@@ -199,8 +201,6 @@ class SlowSteps:
             return 0.0
         surplus = [one.slow - one.slow_expected for one in self._recent]
         mean = sum(surplus) / count
-        if mean <= 0.0:
-            return 0.0
         spread = sum((one - mean) ** 2 for one in surplus) / (count - 1)
         variance = max(spread, sum(one.slow_expected for one in self._recent) / count, self.LEAST_VARIANCE)
         if mean <= self.SIGNIFICANT * math.sqrt(variance / count) or not self._rare():
@@ -231,6 +231,10 @@ class StepTimes:
     that neither has more long steps, and in slow and quick phases as many of both kinds are met. Those before it end
     with a long step, which is why the interval was over.
 
+    The first steps after a snapshot was written may be longer too, while caches are cold. They are never clean, and
+    count for the snapshot where that is believed of those so far. They are those of a time too. What a step takes
+    itself must not decide whether it counts: in an epoch of slow steps, all would be a cost.
+
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
         warm_up: so many steps are not measured.
@@ -248,6 +252,7 @@ class StepTimes:
         self._summary = self._after_of = _Summary.of([0.0])
         self._summary_of = self._shift_seen = (0, 0.0)
         self._after, self._after_seconds = list[float](), 0.0
+        self._early, self._recoveries = list[float](), deque[float](maxlen=CLEAN_WINDOW)
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
@@ -260,6 +265,12 @@ class StepTimes:
         self._warm_up -= 1
         if self._warm_up <= 0:
             self.add_clean = self.clean.append
+
+    def _add_early(self, seconds: float) -> None:
+        """A step right after a snapshot, up to the first one beyond the time of `RECOVERY_STEPS`."""
+        self._early.append(seconds)
+        if sum(self._early) >= RECOVERY_STEPS * self._after_of.mean:
+            self.add_clean = self._add_after
 
     def _add_after(self, seconds: float) -> None:
         """A clean step soon after a snapshot."""
@@ -302,28 +313,35 @@ class StepTimes:
     def take_slowdown(self, late_seconds: float = 0.0) -> Slowdown:
         """The slowdown since the last call; none is known while the clean step time is unknown.
 
+        The first steps after the snapshot before this one are in it, if they count.
+
         Args:
             late_seconds: of the newest step, after no snapshot was on its way any more.
         """
-        disturbed, steps = list(self._disturbed), self._disturbed_steps
+        if self._disturbed_steps == 0:
+            return Slowdown()
+        early, after, so_far = self._early, self._after_of.logs(self._after), self._recoveries
+        counts = len(so_far) > 1 and believed(fmean(so_far), stdev(so_far) / math.sqrt(len(so_far))) > 0.0
+        if after:
+            so_far.append(fmean(self._after_of.logs(early)) - fmean(after))
+        disturbed = [*early, *self._disturbed] if counts else list(self._disturbed)
+        steps = self._disturbed_steps + len(disturbed) - len(self._disturbed)
         self._disturbed.clear()
         self._disturbed_steps = 0
-        if steps == 0:
-            return Slowdown()
         each, last = steps / len(disturbed), disturbed[-1]
         late_seconds = min(late_seconds, last)
         seconds = each * sum(disturbed) - late_seconds
         if not self.known:
             return Slowdown(seconds=seconds)
-        clean, after, after_of = self._summarise(), self._after, self._after_of
+        clean = self._summarise()
         self._after, self._after_of, self._after_seconds = [], clean, NEAR * (seconds + late_seconds)
         several = len(after) or NEAR * steps
-        self.add_clean = self._add_after
+        self._early, self.add_clean = [], self._add_early
         found = Slowdown(
             growth=each * sum(clean.logs(disturbed)),
             number=steps,
             steps=(steps - (late_seconds / last if last > 0.0 else 0.0)) * clean.inside(disturbed),
-            clean_growth=sum(after_of.logs(after)) if after else several * clean.log,
+            clean_growth=sum(after) if after else several * clean.log,
             clean=several,
             variance=steps * clean.deviation**2,
             seconds=seconds,

@@ -252,7 +252,7 @@ class StepTimes:
         self._summary = self._after_of = _Summary.of([0.0])
         self._summary_of = self._shift_seen = (0, 0.0)
         self._after, self._after_seconds = list[float](), 0.0
-        self._early, self._recoveries = list[float](), deque[float](maxlen=CLEAN_WINDOW)
+        self._early, self._recoveries = list[float](), deque[float](maxlen=RobustBaseline.WINDOW)
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""

@@ -10,14 +10,7 @@ from typing import Any
 
 from ckpt_engine.frequency.failures import Evidence, FailureBelief, prior_of
 from ckpt_engine.frequency.learned import Learned, TakenSnapshot
-from ckpt_engine.frequency.measure import (
-    CLEAN_WINDOW,
-    ENOUGH_STEPS,
-    RECOVERY_STEPS,
-    CostMeter,
-    StepTimes,
-    measured,
-)
+from ckpt_engine.frequency.measure import CLEAN_WINDOW, ENOUGH_STEPS, CostMeter, StepTimes, measured
 from ckpt_engine.frequency.policy import (
     AdaptivePolicy,
     Costs,
@@ -410,7 +403,7 @@ class Cadence:
             self._learn(step)
             if not self._in_flight:
                 self._disturbed = False
-                self._quiet_step = step + RECOVERY_STEPS
+                self._quiet_step = step
         fired = self._fixed.fire(step, now)
         self._wake_step, self._wake_time = self._fixed.wake_step, self._fixed.wake_time
         self.overtaken += bool(fired and self._pending and self._obstacle == "busy")

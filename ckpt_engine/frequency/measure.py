@@ -8,10 +8,12 @@ with one.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -231,9 +233,9 @@ class StepTimes:
     that neither has more long steps, and in slow and quick phases as many of both kinds are met. Those before it end
     with a long step, which is why the interval was over.
 
-    The first steps after a snapshot was written may be longer too, while caches are cold. They are never clean, and
-    count for the snapshot where that is believed of those so far. They are those of a time too. What a step takes
-    itself must not decide whether it counts: in an epoch of slow steps, all would be a cost.
+    The first steps after a snapshot was written may be longer too, while caches are cold. They count for it where that
+    is believed of those so far, and as clean else. They are those of a time too. What a step takes itself must not
+    decide whether it counts: in an epoch of slow steps, all would be a cost.
 
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
@@ -252,7 +254,7 @@ class StepTimes:
         self._summary = self._after_of = _Summary.of([0.0])
         self._summary_of = self._shift_seen = (0, 0.0)
         self._after, self._after_seconds = list[float](), 0.0
-        self._early, self._recoveries = list[float](), deque[float](maxlen=RobustBaseline.WINDOW)
+        self._recoveries = deque[float](maxlen=RobustBaseline.WINDOW)
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
@@ -265,12 +267,6 @@ class StepTimes:
         self._warm_up -= 1
         if self._warm_up <= 0:
             self.add_clean = self.clean.append
-
-    def _add_early(self, seconds: float) -> None:
-        """A step right after a snapshot, up to the first one beyond the time of `RECOVERY_STEPS`."""
-        self._early.append(seconds)
-        if sum(self._early) >= RECOVERY_STEPS * self._after_of.mean:
-            self.add_clean = self._add_after
 
     def _add_after(self, seconds: float) -> None:
         """A clean step soon after a snapshot."""
@@ -320,11 +316,13 @@ class StepTimes:
         """
         if self._disturbed_steps == 0:
             return Slowdown()
-        early, after, so_far = self._early, self._after_of.logs(self._after), self._recoveries
+        logs, so_far = self._after_of.logs(self._after), self._recoveries
+        early = bisect_left(list(accumulate(self._after)), RECOVERY_STEPS * self._after_of.mean) + 1
         counts = len(so_far) > 1 and believed(fmean(so_far), stdev(so_far) / math.sqrt(len(so_far))) > 0.0
-        if after:
-            so_far.append(fmean(self._after_of.logs(early)) - fmean(after))
-        disturbed = [*early, *self._disturbed] if counts else list(self._disturbed)
+        if len(logs) > early:
+            so_far.append(sum(logs[:early]) - early * fmean(logs[early:]))
+        early = early if counts else 0
+        disturbed, after = [*self._after[:early], *self._disturbed], logs[early:]
         steps = self._disturbed_steps + len(disturbed) - len(self._disturbed)
         self._disturbed.clear()
         self._disturbed_steps = 0
@@ -336,7 +334,7 @@ class StepTimes:
         clean = self._summarise()
         self._after, self._after_of, self._after_seconds = [], clean, NEAR * (seconds + late_seconds)
         several = len(after) or NEAR * steps
-        self._early, self.add_clean = [], self._add_early
+        self.add_clean = self._add_after
         found = Slowdown(
             growth=each * sum(clean.logs(disturbed)),
             number=steps,

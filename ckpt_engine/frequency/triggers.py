@@ -143,7 +143,7 @@ class Moment(NamedTuple):
         trained_seconds: time of the steps since then, pauses not included.
         safe_time: instant of the newest snapshot that is durable or on its way.
         failures: snapshots that failed since the newest durable one.
-        quiet_steps: clean steps since the last snapshot and those that count for it; none while one is in flight.
+        quiet_steps: clean steps since the last snapshot was settled; 0 while one is in flight.
     """
 
     step: int

@@ -10,11 +10,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_engine.copy.job import RankConfig, WriterConfig
+from ckpt_engine.copy.job import RankConfig, Started, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
@@ -241,8 +241,9 @@ class JobQueue(threading.Thread):
         """The thread."""
         broken: str | None = None
         try:
-            if self._open():
-                self._serve()
+            started = self._open()
+            if started is not None:
+                self._serve(started)
         except BaseException:  # noqa: BLE001 - reported to the trainer, which starts a new writer
             broken = traceback.format_exc()
         finally:
@@ -251,7 +252,7 @@ class JobQueue(threading.Thread):
             try:
                 self._persister.close()
                 self._hooks.finish(self._persister.ending if self.opened else None)
-                if broken is None:
+                if self.opened and broken is None:
                     self._persister.drain()
             except Exception:  # noqa: BLE001 - reported like any other: the trainer must not wait for a thread that is gone
                 broken = broken or traceback.format_exc()
@@ -268,28 +269,20 @@ class JobQueue(threading.Thread):
             if not self._abandoned:
                 self.held.close()
 
-    def _open(self) -> bool:
+    def _open(self) -> Started | None:
         try:
-            self._persister.open()
+            started = self._persister.open()
         except CkptError as err:
             self._hooks.emit({"kind": Kind.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
-            return False
+            return None
         self._on_open()
         self.opened = True
         port = self.peers.port if self.peers is not None else 0
-        history = self._persister.history
-        self._hooks.emit(
-            {
-                "kind": Kind.STARTED,
-                "first_seq": self._persister.first_seq,
-                "port": port,
-                "history": None if history is None else asdict(history),
-            }
-        )
-        return True
+        self._hooks.emit({"kind": Kind.STARTED, **asdict(replace(started, port=port))})
+        return started
 
-    def _serve(self) -> None:
-        self._persister.prepare()
+    def _serve(self, started: Started) -> None:
+        self._persister.prepare(started)
         self._on_news()
         while (turn := self._next()) is not None:
             try:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
-from ckpt_engine.copy.job import ErrorRecord, History, PersistJob, RankConfig, WriterConfig
+from ckpt_engine.copy.job import ErrorRecord, PersistJob, RankConfig, Started, WriterConfig
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
 from ckpt_engine.errors import (
@@ -66,12 +66,6 @@ class Persister:
     Every method is called by one thread, the same one, in the order of the protocol.
     """
 
-    run: RunText
-    """Of the run, from `open` on; only with `WriterConfig.memory`."""
-
-    history: History | None = None
-    """What earlier ones have left, from `open` on; None: nothing, or this rank does not write there."""
-
     ending: str | None = None
     """How the attempt of the trainer ends, one of `events.ENDS`; to be set before `close`. None: not known."""
 
@@ -83,15 +77,13 @@ class Persister:
         self._report = Reporter(lambda event: emit(channel.event(event)))
         self._ids = ids
         self._spent = spent
-        self.first_seq = 0
-        """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
         self._holds = SlotReaders(lambda slot: self._emit({"kind": Kind.FREED, "slot": slot}))
-        self._secondary: SecondaryTiers | None = None
+        self._secondary = SecondaryTiers(config, self._report.emit) if config.tiers and config.ranks.leads else None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
-        self._opened = self._finishing = self._stopped = False
+        self._opened = False
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
         self._attempts: AttemptRecord | None = None
@@ -99,12 +91,17 @@ class Persister:
         self._parity: Sequence[Future[None]] = ()
         """The thread that makes it, if there has been one."""
 
-    def open(self) -> None:
-        """Take the lease and make the run's folder ready.
+    @property
+    def run(self) -> RunText:
+        """Of the run, from `open` on."""
+        return self._primary.run
+
+    def open(self) -> Started:
+        """Take the lease and make the run's folder ready. Several ranks number snapshots from the first number on.
 
         Raises:
             LeaseHeldError: another writer holds it, naming it.
-        ConfigError: it cannot be sealed.
+            ConfigError: it cannot be sealed.
             ForeignError, CorruptError, NewerFormatError: the folder is not ours to write.
             StorageError: it cannot be written.
         """
@@ -122,15 +119,13 @@ class Persister:
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
         if not ranks.leads:
-            self._open_share(Repository(storage))
-            return
-        secondary = None
-        if config.tiers:
-            for tier in config.tiers:
-                require_served(tier.url, tier.storage_options)
-            self._make_secondary = partial(SecondaryTiers, config, plain, holder, self._report.emit)
-            # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
-            secondary = self._make_secondary() if ranks.several else None
+            return self._open_share(Repository(storage))
+        for tier in config.tiers:
+            require_served(tier.url, tier.storage_options)
+        if self._secondary is not None:
+            self._secondary.place(plain, holder)
+            if ranks.several:  # they have to know the run; else the trainer does not wait for slow imports
+                self._secondary.open()
         pause = waiting(plain, holder, config.lease_wait_seconds, self._report.emit)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
@@ -138,19 +133,19 @@ class Persister:
             repository = Repository(storage)
             if ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            if secondary is None:  # the trainer does not wait for other tiers to say which run this is
+            if self._secondary is not None and ranks.several:
+                repository = self._secondary.join_run(repository, say=True)
+                self._secondary.start()
+            else:  # the trainer does not wait for other tiers to say which run this is
                 repository.create_if_absent()
-            else:
-                repository = secondary.join_run(repository, say=True)
-                secondary.start()
-            self._secondary = secondary
-            self.first_seq = repository.next_seq()
-            self.history = history_of(repository)
-            in_flight = self._recover(repository, ranks) if ranks.several else None
+            first_seq = repository.next_seq()
+            history = history_of(repository)
+            in_flight: SessionSnapshots | None = None
+            if ranks.several:
+                in_flight, first_seq = self._recover(repository, ranks, first_seq)
             if not config.tiers:
-                self._ids.begin(self.first_seq)
+                self._ids.begin(first_seq)
             if config.memory:
-                self.run = RunText.of(repository)
                 for newest in repository.ids()[-1:]:
                     self._report.emit(SnapshotFound(newest.id, newest.step, config.url))
             again = partial(acquire, plain, holder)
@@ -167,26 +162,32 @@ class Persister:
                 self._report.emit(Notice("INFO", text))
             self._opened = True
             undo.pop_all()
+        return Started(first_seq, history)
 
-    def _open_share(self, repository: Repository) -> None:
+    def _open_share(self, repository: Repository) -> Started:
         """Another rank's writer has the lease."""
         self._primary = self._tier_at(repository, None, None, KeepAll(), None)
-        if self._config.memory:
-            self.run = RunText.of(repository)
         self._opened = True
         self._ids.begin(0)
+        return Started(0, None)
 
-    def _recover(self, repository: Repository, ranks: RankConfig) -> SessionSnapshots:
-        """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
+    def _recover(self, repository: Repository, ranks: RankConfig, first_seq: int) -> tuple[SessionSnapshots, int]:
+        """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched.
+
+        Args:
+            first_seq: the lowest number that is free at the nearest tier.
+
+        Returns:
+            What the living session may be writing, and the lowest number that is free everywhere.
+        """
         further = 0 if self._secondary is None else self._secondary.next_seq()
-        self.first_seq = max(self.first_seq, further, ranks.first_seq or 0)
-        in_flight = SessionSnapshots(ranks.session, self.first_seq if ranks.first_seq is None else ranks.first_seq)
+        first_seq = max(first_seq, further, ranks.first_seq or 0)
+        in_flight = SessionSnapshots(ranks.session, first_seq if ranks.first_seq is None else ranks.first_seq)
         found = part_records.recover(repository, in_flight)
-        self.first_seq = max(self.first_seq, repository.next_seq())
         for snapshot, exists in found:
             what = "written by all ranks and is committed now" if exists else "not written by all ranks and is dropped"
             self._report.warn(f"{snapshot} was {what}")
-        return in_flight
+        return in_flight, max(first_seq, repository.next_seq())
 
     def leave_alone(self) -> None:
         """The trainer is gone: others are not waited for long any more. Any thread may call this."""
@@ -261,16 +262,19 @@ class Persister:
 
     def stop_draining(self) -> None:
         """Leave further tiers as they are. Any thread may call this."""
-        self._stopped = True
         if self._secondary is not None:
             self._secondary.stop()
 
-    def prepare(self) -> None:
-        """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
-        if self._secondary is None and self._config.tiers and self._config.ranks.leads:
-            self._begin_secondary()
+    def prepare(self, started: Started) -> None:
+        """Once after `open`, which has returned `started`, before any message: what takes time.
+
+        Raises:
+            CkptError: the nearest tier cannot join the run.
+        """
+        if self._secondary is not None and not self._config.ranks.several:
+            self._begin(self._secondary, started)
         if self._secondary is not None:
-            self._ids.begin(max(self.first_seq, self._secondary.next_seq()))
+            self._ids.begin(max(started.first_seq, self._secondary.next_seq()))
         try:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
@@ -278,28 +282,23 @@ class Persister:
         if self._has_parity:
             self._add_parity()
 
-    def _begin_secondary(self) -> None:
+    def _begin(self, secondary: SecondaryTiers, started: Started) -> None:
         try:
-            self._secondary = secondary = self._make_secondary()
+            secondary.open()
         except StorageError as err:  # a library that is there, and cannot be imported
             for tier in self._config.tiers:
                 self._report.emit(TierDegraded(tier.url, err.code, str(err), tier.fatal))
-            self._ids.begin(self.first_seq)
+            self._secondary = None
+            self._ids.begin(started.first_seq)
             return
-        if self._finishing:
-            secondary.finish()
-        joins = self.history is None  # it has no snapshots that say which run this is
+        joins = started.history is None  # it has no snapshots that say which run this is
         if joins:
             secondary.survey()
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
         repository = self._lane.call(partial(secondary.join_run, Repository(storage)))
         if joins:
             self._primary.settle_at(repository)
-            if self._config.memory:
-                self.run = secondary.run
         secondary.start()
-        if self._stopped:
-            secondary.stop()
 
     def _gone(self, snapshots: Sequence[str]) -> None:
         if self._secondary is not None:
@@ -307,7 +306,6 @@ class Persister:
 
     def finish(self) -> None:
         """The trainer is about to end, and does not wait for tiers that give no sign. Any thread may call this."""
-        self._finishing = True
         if self._attempts is not None:
             self._attempts.note()
         if self._secondary is not None:

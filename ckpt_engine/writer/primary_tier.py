@@ -144,7 +144,7 @@ class PrimaryTier:
     def settle_at(self, repository: Repository) -> None:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
         self.repository = repository
-        self._run = None if self._lease is None else RunText.of(repository)
+        self.run = RunText.of(repository)
         self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
         days = Retention.of(self._policy).protect_days
@@ -415,7 +415,7 @@ class PrimaryTier:
         try:
             self._lease.check()
         except LeaseHeldError:
-            if self._run is None or self._acquire is None:
+            if self._acquire is None:
                 raise
             storage = self.repository.storage
             self._let_go()
@@ -428,7 +428,7 @@ class PrimaryTier:
                 ) from None
             self._lease = self._acquire()
             with on_failure(self._let_go):  # kept, it would look as if all of this were done
-                self.settle_at(adopt_run(self._run, storage))
+                self.settle_at(adopt_run(self.run, storage))
             if removed:
                 self._report.warn(
                     f"{self._tier} was removed while it was written: it is made again, and the snapshots it had are "

@@ -67,38 +67,39 @@ class SecondaryTiers:
 
     Args:
         config: of the writer; with tiers.
-        nearest: the storage of `config.url`.
         emit: takes events; called from several threads.
-
-    Raises:
-        StorageError: a URL that no storage serves. Nothing is touched yet.
     """
 
-    run: RunText
-    """Of the run, from `join_run` on."""
-
-    def __init__(
-        self,
-        config: WriterConfig,
-        nearest: Storage,
-        holder: LeaseHolder,
-        emit: Callable[[Event], object],
-    ) -> None:
+    def __init__(self, config: WriterConfig, emit: Callable[[Event], object]) -> None:
         self._emit = emit
-        self._nearest = nearest
         self._config = config
-        self._holder = holder
-        self._follows = config.ranks.rank != 0
-        """Rank 0's writer has asked the tiers for this one."""
         self._changed = threading.Condition()
-        self._primary = TierHealth(nearest.url, emit)
         self._newest: str | None = None
         """At the nearest tier, of what this writer has made."""
         self._primary_lacks: list[str] = []
-        self._status = StatusWriter(nearest, holder, self.status, emit)
         self._started = self._stopping = self._finishing = False
         self._surveys: list[Future[Survey | None]] = []
-        self._replicators = [self._replicator(number) for number in range(len(config.tiers))]
+        self._replicators: list[Replicator] = []
+
+    def place(self, nearest: Storage, holder: LeaseHolder) -> None:
+        """Before all else but `finish` and `stop`: where the nearest tier is, and who asks for leases."""
+        self._nearest = nearest
+        self._holder = holder
+        self._primary = TierHealth(nearest.url, self._emit)
+        self._status = StatusWriter(nearest, holder, self.status, self._emit)
+
+    def open(self) -> None:
+        """Make what works on each tier; libraries of object stores are slow to import.
+
+        Raises:
+            StorageError: a URL that no storage serves, or a library that cannot be imported. Nothing is touched yet.
+        """
+        self._replicators = [self._replicator(number) for number in range(len(self._config.tiers))]
+
+    @property
+    def _follows(self) -> bool:
+        """Whether rank 0's writer has asked the tiers for this one."""
+        return self._config.ranks.rank != 0
 
     def _replicator(self, number: int) -> Replicator:
         config = self._config.tiers[number]
@@ -201,9 +202,9 @@ class SecondaryTiers:
             if known:
                 repository = adopt_run(known[0], repository.storage)
         repository.create_if_absent()
-        self.run = RunText.of(repository)
+        run = RunText.of(repository)
         for replicator in self._replicators:
-            replicator.tier.run = self.run
+            replicator.tier.run = run
         return repository
 
     def next_seq(self) -> int:
@@ -225,6 +226,8 @@ class SecondaryTiers:
         self._started = True
         for replicator in self._replicators:
             replicator.start()
+        if self._stopping:
+            self.stop()
 
     def learn(self, line: Line, damaged: Sequence[str], seconds: float | None) -> None:
         """What the trainer makes is of this line, and its cadence wants copies so far apart; None: it does not know.

@@ -342,7 +342,9 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
 
     config = WriterConfig(url=str(run.near), tiers=(run.tier(),))
     near = LocalStorage(run.near)
-    made = secondary_tiers.SecondaryTiers(config, near, LeaseHolder.current(), heard)
+    made = secondary_tiers.SecondaryTiers(config, heard)
+    made.place(near, LeaseHolder.current())
+    made.open()
     made.join_run(Repository(near), say=True)
     assert lines == [
         f"waiting for file://{run.far} to say which run this is, up to {secondary_tiers.SURVEY_SECONDS:.0f} s: "

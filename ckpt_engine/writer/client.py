@@ -12,8 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum, auto
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -59,30 +58,16 @@ def never(_copies: bool) -> bool:
     return False
 
 
-class Life(IntEnum):
-    """How far the end of a writer is, as its client knows it. It only goes forward."""
+WriterLife = IntEnum("WriterLife", ["SERVING", "CLOSING", "COPYING", "ANNOUNCED", "ALONE", "DIED"])
+"""How far the end of a writer is, as its client knows it. It only goes forward.
 
-    SERVING = auto()
-    """The writer starts, or takes jobs."""
-    CLOSING = auto()
-    """The trainer has closed it, or it has refused to start: it is expected to end."""
-    COPYING = auto()
-    """Nothing is missing at the nearest tier any more."""
-    ANNOUNCED = auto()
-    """That further tiers are waited for was said."""
-    ALONE = auto()
-    """It continues, and the trainer does not wait for that."""
-    DIED = auto()
-    """It has ended unasked."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownArena:
-    """What a writer knows of the arena: the numbers of its slots, the layout of their bytes, and the skeletons."""
-
-    slots: Collection[int] = ()
-    layout: Layout | None = None
-    trees: Mapping[str, Any] = field(default_factory=dict)
+* `SERVING`: it starts, or takes jobs.
+* `CLOSING`: the trainer has closed it, or it has refused to start. It is expected to end.
+* `COPYING`: nothing is missing at the nearest tier any more.
+* `ANNOUNCED`: that further tiers are waited for was said.
+* `ALONE`: it continues, and the trainer does not wait for that.
+* `DIED`: it has ended unasked.
+"""
 
 
 class WriterClient(abc.ABC):
@@ -109,10 +94,11 @@ class WriterClient(abc.ABC):
         self._lost: ErrorRecord | None = None
         """Why nothing more will come, if so."""
         self._changed = threading.Condition()
-        self._life = Life.SERVING
+        self._life = WriterLife.SERVING
         self._close_by = 0.0
         self._owner = os.getpid()
-        self._arena = KnownArena()
+        self._told: tuple[Collection[int], Layout | None, Mapping[str, Any]] = ((), None, {})
+        """The slots, the layout and the skeletons that the writer knows."""
         self._answer: Started | CkptError | None = None
         """What it said when it started, or why it has not; None: it has not answered yet."""
         self._closed = threading.Event()
@@ -127,7 +113,7 @@ class WriterClient(abc.ABC):
     @property
     def died(self) -> bool:
         """Whether the writer has ended unasked; `poll` has given the `WriterLost`, or gives it next time."""
-        return self._life is Life.DIED
+        return self._life is WriterLife.DIED
 
     @property
     @abc.abstractmethod
@@ -139,7 +125,7 @@ class WriterClient(abc.ABC):
         """Who does what further tiers lack when the trainer waits no more."""
         return f"{self._who} {self._continues}, and then the next run does"
 
-    def _reached(self, life: Life) -> None:
+    def _reached(self, life: WriterLife) -> None:
         with self._changed:
             self._life = max(self._life, life)
 
@@ -171,13 +157,13 @@ class WriterClient(abc.ABC):
                 case Kind.STARTED:
                     self._answer = msgspec.convert(body, Started)
                 case Kind.REFUSED:
-                    self._reached(Life.CLOSING)
+                    self._reached(WriterLife.CLOSING)
                     self._answer = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
                 case Kind.CLOSED:
                     if body["left"]:
                         left = f"{body['left']}; {self._care_of(body)}"
                         self.news.append(Notice("INFO" if body["said"] else "WARNING", left))
-                        self._reached(Life.ALONE)
+                        self._reached(WriterLife.ALONE)
                         self._closed.set()
                 case Kind.EVENT:
                     self.news.append(events.from_json(body["event"]))
@@ -206,7 +192,7 @@ class WriterClient(abc.ABC):
             if self._lost is None:
                 self._lost = why
                 if not expected:
-                    self._reached(Life.DIED)
+                    self._reached(WriterLife.DIED)
                 for job in self._open.values():
                     if expected:
                         self.news.append(
@@ -226,34 +212,34 @@ class WriterClient(abc.ABC):
             # In short waits: a signal that comes right before one is heard after it.
             while not self._closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
                 now = time.monotonic()
-                if now >= self._close_by or (self._life < Life.COPYING and hurries(False)):
+                if now >= self._close_by or (self._life < WriterLife.COPYING and hurries(False)):
                     self._say_left()
                     return False
-                if self._life >= Life.COPYING and now >= began + TELL_SECONDS and hurries(True):
+                if self._life >= WriterLife.COPYING and now >= began + TELL_SECONDS and hurries(True):
                     self._say_left()
-                    self._reached(Life.ALONE)
+                    self._reached(WriterLife.ALONE)
                     return True
         except KeyboardInterrupt:
-            if self._life < Life.ANNOUNCED:
+            if self._life < WriterLife.ANNOUNCED:
                 raise
-            self._reached(Life.ALONE)  # the user does not want to wait for further tiers
+            self._reached(WriterLife.ALONE)  # the user does not want to wait for further tiers
         return True
 
     def unwritten(self, timeout: float) -> str | None:
         """The line about a wait of at most `timeout` seconds; None: only copies are missing, which `copying` says."""
-        if self._life >= Life.COPYING:
+        if self._life >= WriterLife.COPYING:
             return None
         return f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
 
     def _say_left(self) -> None:
         """Say that the trainer waits for copies no more, once."""
-        if self._life is Life.COPYING:
+        if self._life is WriterLife.COPYING:
             text = f"not everything is on the further tiers yet; {self._takes_care}"
             self._hear(channel.event(Notice("WARNING", text)))
 
     def _copies_remain(self, body: Body) -> None:
         """Take a `copying`, on the thread that hears it."""
-        self._reached(Life.ANNOUNCED if body["waits"] else Life.COPYING)
+        self._reached(WriterLife.ANNOUNCED if body["waits"] else WriterLife.COPYING)
         if not body["waits"]:
             return
         wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
@@ -299,11 +285,11 @@ class WriterClient(abc.ABC):
         """
         if self._foreign:
             return True
-        self._reached(Life.CLOSING)
+        self._reached(WriterLife.CLOSING)
         began = time.monotonic()
         self._finish(why, failed=failed, keeps=keeps)
         closed = self._wait_for_the_end(timeout, hurries)
-        if not closed or self._life is Life.ALONE:
+        if not closed or self._life is WriterLife.ALONE:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
             self._lose(ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone"), expected=True)
         return closed
@@ -340,17 +326,17 @@ class WriterClient(abc.ABC):
             trees: the skeletons of the top-level keys, in the state's order.
         """
         number, fd, nbytes = slot
-        before = self._arena
-        gone = set(before.slots).difference(known)
-        is_new = number not in before.slots
-        if not (gone or is_new or layout is not before.layout or trees is not before.trees):
+        slots, before, old = self._told
+        gone = set(slots).difference(known)
+        is_new = number not in slots
+        if not (gone or is_new or layout is not before or trees is not old):
             return
         body: Body = {"kind": Kind.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
-        body["layout"] = None if layout is before.layout else to_json(layout)
-        body["keys"] = () if trees is before.trees else tuple(trees)
-        body["trees"] = {key: tree for key, tree in trees.items() if before.trees.get(key) is not tree}
+        body["layout"] = None if layout is before else to_json(layout)
+        body["keys"] = () if trees is old else tuple(trees)
+        body["trees"] = {key: tree for key, tree in trees.items() if old.get(key) is not tree}
         self._tell(body, [fd] if is_new else [])
-        self._arena = KnownArena({*before.slots, number} - gone, layout, trees)
+        self._told = ({*slots, number} - gone, layout, trees)
 
     def submit(self, job: PersistJob) -> None:
         """Queue a job; its `JobDone` will come.

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +21,7 @@ from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.undo import on_failure
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, pidfd_of, readable
-from ckpt_engine.writer.client import REAP_SECONDS, Life, WriterClient
+from ckpt_engine.writer.client import REAP_SECONDS, WriterClient, WriterLife
 from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.messages import Body, Kind
 
@@ -68,7 +67,7 @@ class ThreadWriter(WriterClient):
 
     def _ended(self, broken: str | None) -> None:
         message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"
-        self._no_more(message, WriterError(message), expected=self._life >= Life.CLOSING and not broken)
+        self._no_more(message, WriterError(message), expected=self._life >= WriterLife.CLOSING and not broken)
         self._closed.set()
 
 
@@ -80,13 +79,13 @@ class WatchedProcess:
     """The process of a writer: what it writes to its stderr, and its end. `process`: its stderr is a pipe.
 
     Attributes:
+        process: for its number, and to kill it.
         signs: descriptors that can be read where it has written something, or has ended.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
-        os.set_blocking(process.stderr.fileno(), False)
-        self._process = process
+        self.process = process
         self._stderr = process.stderr
         self._tail = b""
         """What it has written last."""
@@ -94,24 +93,17 @@ class WatchedProcess:
         self.signs = {self._stderr.fileno(), *([] if self._exit_fd is None else [self._exit_fd])}
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
             return False
 
     def read(self, ready: set[int]) -> None:
         """Take what it has written, if that is among what is ready."""
         stderr = self._stderr.fileno()
-        if stderr not in ready:
-            return
-        with suppress(BlockingIOError):
+        if stderr in ready:
             text = os.read(stderr, 1 << 16)
             self._tail = (self._tail + text)[-_TAIL_BYTES:]
             if not text:
@@ -121,14 +113,10 @@ class WatchedProcess:
         """Whether it has or, where that cannot be watched, has closed its socket."""
         return not connected if self._exit_fd is None else self._exit_fd in ready
 
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-
     def reap(self) -> tuple[int | None, str]:
         """Its exit status, None: it hangs; and what it has written last."""
         try:
-            status: int | None = self._process.wait(REAP_SECONDS)
+            status: int | None = self.process.wait(REAP_SECONDS)
         except subprocess.TimeoutExpired:
             status = None
         return status, self._tail.decode(errors="replace").strip()
@@ -150,7 +138,7 @@ class ProcessWriter(WriterClient):
 
     def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
         super().__init__(config.url)
-        self._process = WatchedProcess(process)
+        self._watched = WatchedProcess(process)
         self._channel = channel
         self._leaving = False
         # A daemon: the trainer's exit must not wait for it. It only ever waits for its descriptors.
@@ -182,7 +170,7 @@ class ProcessWriter(WriterClient):
     @property
     def pid(self) -> int:
         """The writer's process id."""
-        return self._process.pid
+        return self._watched.process.pid
 
     @property
     def _who(self) -> str:
@@ -190,7 +178,7 @@ class ProcessWriter(WriterClient):
 
     def close(self, timeout: float, **how: Any) -> bool:
         closed = super().close(timeout, **how)
-        if closed and self._life is not Life.ALONE:
+        if closed and self._life is not WriterLife.ALONE:
             self._listener.join(REAP_SECONDS)
         else:
             self._channel.wake()
@@ -213,11 +201,11 @@ class ProcessWriter(WriterClient):
             self._hear_all()
             self._reap()
         except Exception as err:  # noqa: BLE001 - every open job learns of it; such a writer is of no use any more
-            self._process.kill()
+            self._watched.process.kill()
             self._reap(because=f"sent an invalid message: {ErrorRecord.of(err).message}")
         finally:
             self._channel.close()
-            self._process.close()
+            self._watched.close()
             self._closed.set()
 
     def _hear_all(self) -> None:
@@ -228,20 +216,20 @@ class ProcessWriter(WriterClient):
                 self._channel.close()
                 connected = False
             if connected:
-                received, connected, ready = self._channel.exchange(_LOOK_SECONDS, *self._process.signs)
+                received, connected, ready = self._channel.exchange(_LOOK_SECONDS, *self._watched.signs)
                 for item in received:
                     self._hear(item.body)
                 if not connected and self._leaving:  # what is to become durable is, and the rest is served
-                    self._reached(Life.ALONE)
+                    self._reached(WriterLife.ALONE)
                     self._closed.set()
             else:
-                ready = readable(_LOOK_SECONDS, *self._process.signs)
+                ready = readable(_LOOK_SECONDS, *self._watched.signs)
             if time.monotonic() >= look_at:
-                looks, look_at = looks + 1 if self._process.is_stopped else 0, time.monotonic() + _LOOK_SECONDS
+                looks, look_at = looks + 1 if self._watched.is_stopped else 0, time.monotonic() + _LOOK_SECONDS
                 if looks == _LOOKS:
                     self._say_stopped()
-            self._process.read(ready)
-            if self._process.has_ended(ready, connected=connected):
+            self._watched.read(ready)
+            if self._watched.has_ended(ready, connected=connected):
                 return
 
     def _say_stopped(self) -> None:
@@ -250,11 +238,11 @@ class ProcessWriter(WriterClient):
         self._hear(channel.event(Notice("WARNING", f"{text} {self.pid}` resumes it")))
 
     def _reap(self, because: str | None = None) -> None:
-        status, tail = self._process.reap()
+        status, tail = self._watched.reap()
         ended = because or _describe(status)
         message = f"{self._who} {ended}" + (f":\n{tail}" if tail else "")
         early = CannotSpawnError(f"{message} (before it was ready)")
-        self._no_more(message, early, expected=self._life >= Life.CLOSING and status == 0)
+        self._no_more(message, early, expected=self._life >= WriterLife.CLOSING and status == 0)
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:

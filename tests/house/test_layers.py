@@ -141,9 +141,8 @@ TWICE = frozenset(
 WIDE = frozenset(
     {
         *("Cadence", "Config", "Engine", "Epoch", "Feed", "FitResume", "FitRun", "FlightRecorder", "JobQueue", "Loops"),
-        *("Options", "Peers", "Persister", "Pipeline", "PreemptionWatch", "PrimaryTier", "SecondaryTier"),
-        *("SecondaryTiers", "SimulatedJob", "Stopping", "Together", "Tracker", "Training", "TrainerEvents"),
-        "WriterClient",
+        *("Options", "Peers", "Persister", "Pipeline", "PreemptionWatch", "PrimaryTier"),
+        *("SimulatedJob", "Stopping", "Together", "Tracker", "Training", "TrainerEvents"),
     }
 )
 """Classes with more attributes than `MOST_ATTRIBUTES`: they may only become fewer."""

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 from ckpt_engine.copy.write_plan import is_sound
@@ -378,6 +377,6 @@ def scratch_file(folder: str | None, nbytes: int) -> mmap.mmap:
 
 
 def scratch_of(storage: Storage) -> str | None:
-    """A folder for `copy_snapshot` on the disk of `storage`, where it has one."""
+    """A folder for `copy_snapshot` on the disk of `storage`, where it has one that can be written."""
     folder = storage.capabilities.folder
-    return folder.root if folder is not None and Path(folder.root).is_dir() else None
+    return folder.root if folder is not None and os.access(folder.root, os.W_OK) else None

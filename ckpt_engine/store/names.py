@@ -264,7 +264,7 @@ def refuse_sealed(data: bytes) -> None:
     """Raises `SealError` for the bytes of a sealed object, which nothing but its storage reads."""
     if data.startswith(SEALED):
         raise SealError(
-            "this run is sealed",
+            "this run is sealed, and no section seal is given",
             hint=f"name a ckpt.yaml with the section seal, or set {KEY_VARIABLE} for the command line",
         )
 

@@ -236,6 +236,8 @@ def test_what_commands_do_with_a_plain_run_they_do_with_a_sealed_one(
     yaml.write_text(json.dumps(config))
     for command in (["ls"], ["status"], ["goodput"]):
         assert ckpt(command[0], yaml, *command[1:]) == 0, command
+    assert ckpt("fork", yaml, tmp_path / "fork of a file of options") == 0
+    assert (tmp_path / "fork of a file of options/ckpt.json").read_bytes().startswith(names.SEALED)
     assert ckpt("show", f"{yaml}#latest") == 0
     assert "secret_name" in capsys.readouterr().out
     assert ckpt("diff", f"{yaml}#2", f"{yaml}#3") in (0, 1)

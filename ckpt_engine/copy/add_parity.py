@@ -20,11 +20,11 @@ from ckpt_engine.store.storage.base import Storage
 
 
 def parts_of(place: Repository) -> tuple[int, int] | None:
-    """Into how many ranges data files of a place that was listed are cut, and how many parts of parity they have; None:
-    they have none.
+    """Into how many ranges data files of a place that was listed are cut, and how many parts of parity they have, or
+    should have; None: none.
     """
     names_there = (item.name for item in (place.storage.list(names.DATA) if place.copied else ()))
-    return next(((one.data, one.parity) for one in map(names.parity_of, names_there) if one is not None), None)
+    return next(((one.data, one.parity) for one in map(names.parity_of, names_there) if one is not None), place.parts)
 
 
 def more_bytes(parts: tuple[int, int] | None, nbytes: int) -> int:
@@ -66,7 +66,7 @@ def lacking_parity(place: Repository, parts: tuple[int, int]) -> dict[ParityName
 
 
 def missing_objects(place: Repository) -> list[str]:
-    """The parity and the second copies of manifests that a place lacks which has others: the names."""
+    """The parity and the second copies of manifests that a place lacks which has others, or should have: the names."""
     parts = parts_of(place)
     if parts is None:
         return []

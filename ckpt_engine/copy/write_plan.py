@@ -223,7 +223,7 @@ def read_back(target: Repository, tier: str, manifest: Manifest, read: ReadInto)
     if piece is None or is_sound(read, manifest.files[piece.file].name, piece):
         return None
     info, file = manifest.info, manifest.files[piece.file].name
-    target.damaged.add(file)
+    target.quarantine(info.id, {file})
     return Notice(
         "ERROR",
         f"step {info.step}: snapshot {info.id} is damaged at {tier}: [{CorruptError.code}] {file} does not have the "

@@ -88,15 +88,15 @@ class SearchLog:
                 found.setdefault(url, UnreachableTier(url, StorageError.code, why))
         return tuple(found.values())
 
-    def reject(self, snapshot: str, error: CkptError, *, places: int = 0) -> None:
-        """Note why a snapshot is not used.
+    def reject(self, snapshot: str, error: CkptError, *, places: int = 0, advice: str = "") -> None:
+        """Note why a snapshot is not used, and what would let it be.
 
         Raises:
             StorageError: there is 1 place, and it does not say what it has.
         """
         if places == 1 and not isinstance(error, FormatError | StorageMissingError):
             raise error
-        self.rejected.append(RejectedCandidate(snapshot, error.code, error.message))
+        self.rejected.append(RejectedCandidate(snapshot, error.code, f"{error.message}{advice}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ def candidates(
 
     One that is stored differently at several places comes several times in a row, the nearest first.
 
+    A copy in quarantine is the last resort, behind all other snapshots.
+
     One that retention has taken components from cannot resume a run: it is skipped, or the last resort where its step
     is asked for.
 
@@ -155,18 +157,26 @@ def candidates(
             search.away.append(UnreachableTier(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
-    newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
-    search.newest_seq = newest_first[0].seq if newest_first else 0
+    search.newest_seq = max((parsed.seq for parsed in holders), default=0)
+    wanted = [
+        parsed
+        for parsed in sorted(holders, key=attrgetter("seq", "id"), reverse=True)
+        if step in (None, parsed.step) and only in (None, parsed.id) and (parsed.seq, parsed.id) > after
+    ]
+    sound = {parsed: [one for one in holders[parsed] if parsed.id not in one.quarantined] for parsed in wanted}
+    last = {parsed: holders[parsed] for parsed in wanted if not sound[parsed]}
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
     slimmed: list[Candidate] = []
-    for parsed in newest_first:
-        is_other = (step is not None and parsed.step != step) or only not in (None, parsed.id)
-        if is_other or (parsed.seq, parsed.id) <= after:
-            continue
+    for parsed, places in (*sound.items(), *last.items()):
         if parsed.id in refused:
             search.reject(parsed.id, refused[parsed.id])
             continue
-        copies = _nearest_first(parsed.id, holders[parsed], sizes, search.known)
+        for place in (one for one in holders[parsed] if one not in places):
+            search.damaged.update(place.quarantined[parsed.id].files)
+        if not places:
+            search.reject(parsed.id, holders[parsed][0].quarantined[parsed.id].error)
+            continue
+        copies = _nearest_first(parsed.id, places, sizes, search)
         try:
             first = next(copies)
         except (FormatError, StorageError) as err:
@@ -200,7 +210,7 @@ def _passing(found: Iterable[Candidate], check: ManifestCheck | None, search: Se
 
 
 def _nearest_first(
-    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, known: dict[bytes, Manifest]
+    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, search: SearchLog
 ) -> Iterator[Candidate]:
     """The snapshot as it is stored, nearest first.
 
@@ -212,11 +222,11 @@ def _nearest_first(
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
-            first = _assemble(snapshot, near, sizes, known)[0]
+            first = _assemble(snapshot, near, sizes, search)[0]
             first = replace(first, sources=(*first.sources, *far))
     if first is not None:
         yield first
-    for one in _assemble(snapshot, holders, sizes, known):
+    for one in _assemble(snapshot, holders, sizes, search):
         if first is None or one.manifest != first.manifest:
             yield one
 
@@ -242,7 +252,7 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
     Raises:
         CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
     """
-    return _assemble(snapshot, holders, _sizes_at, {})[0].unpacked()
+    return _assemble(snapshot, holders, _sizes_at, SearchLog())[0].unpacked()
 
 
 def _sizes_at(place: Repository) -> Mapping[str, int]:
@@ -268,18 +278,16 @@ class _Copies:
         return (*near, *self.whole, *(place for place in self.parts if place not in near))
 
 
-def _assemble(
-    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, known: dict[bytes, Manifest]
-) -> list[Candidate]:
+def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes, search: SearchLog) -> list[Candidate]:
     """The snapshot as it is stored, nearest first: more than one only where places store it differently."""
     kinds: list[_Copies] = []
     errors: list[CkptError] = []
     notes: list[str] = []
     for place in holders:
         try:
-            manifest, text = place.read_text(snapshot, known)
+            manifest, text = place.read_text(snapshot, search.known)
             require_whole(manifest.info, place.storage.url)
-            known[text] = manifest
+            search.known[text] = manifest
             there = sizes(place)
             lacking = [
                 file for file in manifest.files if there.get(file.name) != file.nbytes and not is_mendable(there, file)
@@ -292,6 +300,8 @@ def _assemble(
                 kind.whole.append(place)
                 continue
             kind.parts.append(place)
+            if place.storage.capabilities.nodes is None:  # else the others have them
+                search.damaged.update(file.name for file in lacking)
             file, found = lacking[0], there.get(lacking[0].name)
             if found is None:
                 raise StorageMissingError(f"data file {file.name} is missing")

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt_engine.config import Config
+from ckpt_engine.copy.file_parity import advice_on
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import (
     CkptError,
@@ -63,12 +64,14 @@ from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.branches import continued
 from ckpt_engine.store.decode import stored_pieces
-from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.lease import acquire, read_holder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import CHANGED, FORKED, Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
+from ckpt_engine.writer.mend_damage import mend_damage
 from ckpt_engine.writer.primary_tier import let_finish
 
 _Found = TypeVar("_Found")
@@ -189,7 +192,8 @@ def load(
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
-            search.reject(candidate.info.id, err, places=len(where))
+            advice = (advice_on(one.storage, file) for one in candidate.sources for file in search.damaged)
+            search.reject(candidate.info.id, err, places=len(where), advice=next(filter(None, advice), ""))
             continue
         died_at = where[0].storage.capabilities.died_at_step  # what a dead trainer has left is the nearest place
         return Loaded(
@@ -410,7 +414,8 @@ class Restorer:
             found = self._first(step, partial(load, **how), partial(load_together, **how))
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
-                self._pipeline.lineage.damaged |= found.damaged
+                self._pipeline.lineage.damaged |= found.damaged - self._mended_from_memory(found.damaged)
+                self._quarantine(found)
                 self.away = set(map(attrgetter("url"), found.away))
                 restarts = self._begins_elsewhere
                 fork = note_of_fork(found.place, found.manifest) if restarts else {}
@@ -424,12 +429,38 @@ class Restorer:
             self.detach()
         return found
 
+    def _mended_from_memory(self, damaged: Collection[str]) -> set[str]:
+        """Mend files of the nearest tier with what is in memory; their names. The writer does the rest."""
+        if self._attached is None or not damaged or not self._leads:
+            return set()
+        with (
+            suppress(CkptError),  # the writer reports it
+            acquire(self._tiers[0], LeaseHolder.current(), FINISH_SECONDS) as lease,
+        ):
+            further = map(Repository, self._tiers[1:])
+            return mend_damage((*reversed(self._near()), *further), damaged, lease.check, self._emit)
+        return set()
+
+    def _quarantine(self, found: Loaded) -> None:
+        """Note durably at each tier what a load has passed over for good: the next one tries it last."""
+        for place in map(Repository, self._tiers if self._leads and _damaged(found) else ()):
+            with suppress(CkptError):  # the writer reports what is wrong there
+                for snapshot in _damaged(found).intersection(one.id for one in place.ids()):
+                    if files := found.damaged.intersection(place.files_of(snapshot)):
+                        place.quarantine(snapshot, files)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank's writer takes the lease of its nearest tier."""
+        session = self._session
+        return session is None or session.ranks.rank in [place[0] for place in session.places()]
+
     def _let_finish(self) -> None:
         """Before this process has the lease: the writer of a dead trainer may be about to make something newer."""
         if self._memory or self._pipeline.started:
             return
-        session, near = self._session, self.nearest()
-        if session is not None and session.ranks.rank not in [place[0] for place in session.places()]:
+        near = self.nearest()
+        if not self._leads:
             return
         patience = ask_tiers.until_one_answers if len(self._config.tiers) == 1 else ask_tiers.at_most
         with suppress(CkptError):  # the load says what is wrong there

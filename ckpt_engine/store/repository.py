@@ -30,6 +30,7 @@ from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
+from ckpt_engine.store.quarantine import Quarantine, put_quarantine, read_quarantine
 from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
@@ -98,7 +99,10 @@ class Damaged:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All snapshots, oldest first, and the damaged ones; head reads only, so a listed body may still be damaged."""
+    """All snapshots, oldest first, and the damaged ones: those of an unreadable manifest, and those in quarantine.
+
+    Head reads only, so a listed body may still be damaged.
+    """
 
     snapshots: tuple[SnapshotInfo, ...]
     damaged: tuple[Damaged, ...]
@@ -129,13 +133,18 @@ class Repository:
         recent: the manifests that were read or written last.
         alive: the snapshots of the last listing, and those committed since.
         copied: those of the last listing whose manifest is stored twice, as it is at a place with parity.
+        quarantined: those of the last listing that are damaged, and that nothing mends. Retention does not see them.
         is_refusing: whether it was reported that this user may remove nothing there.
+
+    Args:
+        parts: the parity that its data files should have, as of `add_parity.parts_of`; None: what is there says it.
     """
 
     is_refusing = False
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, parts: tuple[int, int] | None = None) -> None:
         self.storage = storage
+        self.parts = parts
         self._infos: dict[str, SnapshotInfo] = {}
         self._files: dict[str, tuple[str, ...]] = {}
         self._record: RunRecord | None = None
@@ -144,6 +153,7 @@ class Repository:
         self._last_look: Sequence[tuple[names.ParsedId, ObjectInfo]] = ()
         self.alive: set[str] = set()
         self.copied: set[str] = set()
+        self.quarantined: dict[str, Quarantine] = {}
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
@@ -243,9 +253,10 @@ class Repository:
         """All snapshots with what a listing shows, and the ones whose head cannot be read."""
         listed = self._manifests()
         self.learn([item for _, item in listed], self._infos)
-        damaged = self._read_missing(listed, self._infos, self._read_info)
-        known = self._infos
-        return Listing(tuple([known[parsed.id] for parsed, _ in listed if parsed.id in known]), damaged)
+        bad = {one.id: one for one in self._read_missing(listed, self._infos, self._read_info)}
+        bad |= {one: Damaged(one, names.seq_of(one), known.error) for one, known in self.quarantined.items()}
+        good = [self._infos[parsed.id] for parsed, _ in listed if parsed.id in self._infos and parsed.id not in bad]
+        return Listing(tuple(good), tuple(bad.values()))
 
     def list(self) -> _Infos:
         """The snapshots, oldest first; `scan` also tells about damaged ones."""
@@ -350,7 +361,8 @@ class Repository:
         Raises:
             StorageError: that cannot be found out.
         """
-        return set(map(attrgetter("id"), self.ids())).issuperset(snapshots) and not lacking(self.storage, files)
+        is_there = set(map(attrgetter("id"), self.ids())).issuperset(snapshots)  # and learns what is damaged
+        return is_there and self.damaged.isdisjoint(one.name for one in files) and not lacking(self.storage, files)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""
@@ -367,6 +379,27 @@ class Repository:
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
         self._forgotten.update(gone)
+
+    def quarantine(self, snapshot: str, files: Collection[str]) -> None:
+        """Note durably that a snapshot needs damaged bytes of these data files, and that nothing mends them; none: that
+        it is whole. Needs no lease: no plan refers to them from here on, also of a process that writes the run now.
+
+        Raises:
+            StorageError: it is not noted.
+        """
+        known = self.quarantined.pop(snapshot, None)
+        if files:
+            self.damaged.update(files)
+            self.quarantined[snapshot] = found = Quarantine(tuple(sorted(files)))
+            if found != known:
+                put_quarantine(self.storage, snapshot, found)
+        elif known is not None:
+            self.storage.delete(names.quarantine_name(snapshot))
+
+    def mended(self, file: str) -> None:
+        """Note durably that a data file has its bytes again. Raises as `quarantine`."""
+        for snapshot, known in list(self.quarantined.items()):
+            self.quarantine(snapshot, set(known.files) - {file})
 
     def data(self, in_flight: Container[str] = ()) -> Data:
         """The data files that are there and their parity, except those of the snapshots `in_flight`."""
@@ -501,6 +534,13 @@ class Repository:
             copies = {parsed: item for item in listed if (parsed := names.copy_id(item.name))}
             self.copied = {parsed.id for parsed in copies}
             found = copies | found
+        marked = map(names.quarantine_id, map(attrgetter("name"), listed if len(found) < len(listed) else ()))
+        self.quarantined = {
+            one.id: self.quarantined.get(one.id) or read_quarantine(self.storage, one.id)
+            for one in marked
+            if one is not None and one in found
+        }
+        self.damaged.update(*map(attrgetter("files"), self.quarantined.values()))
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:

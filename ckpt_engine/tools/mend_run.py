@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckpt_engine.copy.add_parity import missing_objects
 from ckpt_engine.copy.whole_file import whole_file
 from ckpt_engine.errors import CorruptError, LeaseHeldError, StorageMissingError
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.tools.check_run import CheckedCopies, Counting
@@ -69,3 +70,23 @@ def mend_run(
                     mended.append(MendedFile(copies.url, name, image.nbytes, source))
                     advance(image.nbytes)
     return mended
+
+
+def quarantine_rest(run: Run, checked: Sequence[CheckedCopies], mendable: Sequence[MendedFile]) -> None:
+    """Note at each place durably which snapshots need damaged data files, and which are whole again. Needs no lease.
+
+    Args:
+        mendable: damaged files that another place has; what only needs these is not noted.
+
+    Raises:
+        StorageError: a place cannot be written.
+    """
+    known = {(one.tier, one.file) for one in mendable}
+    for copies in checked:
+        (place,) = (one for one in run.places if one.storage.url == copies.url)
+        place.ids()
+        for verdict in copies.verdicts:
+            problems = (one for one in verdict.problems if one.is_damage)
+            damaged = {one.file for one in problems if one.file and names.data_owner(one.file)}
+            if damaged or verdict.ok:
+                place.quarantine(verdict.snapshot, {file for file in damaged if (copies.url, file) not in known})

@@ -149,7 +149,7 @@ def _ids_of_run(place: Repository) -> tuple[ParsedId, ...]:
 
 def repository_of(tier: Tier) -> Repository:
     """What a tier has."""
-    return Repository(open_storage(tier.url, tier.for_storage()))
+    return Repository(open_storage(tier.url, tier.for_storage()), tier.parts)
 
 
 def runs_below(root: str) -> list[Path]:

@@ -122,6 +122,8 @@ class PrimaryTier:
         self._shares: dict[str, Manifest] = {}
         self._common_seq = 0
         self._lacked: set[str] = set()
+        self._reported: set[str] = set()
+        """The files that the trainer has found damaged."""
         self._line: Line | None = None
         self._finish: CommitStrategy = ALONE
         self._freshness = Freshness(config.url)
@@ -156,10 +158,11 @@ class PrimaryTier:
         older is not what a lost common one would be missed for, and what some node lacks is not either.
 
         Returns:
-            The damaged files that were not known to be so.
+            The damaged files that it had not reported before.
         """
-        unknown = set(damaged) - self.repository.damaged
+        unknown = set(damaged) - self._reported
         self._line = line
+        self._reported |= unknown
         self.repository.damaged.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))

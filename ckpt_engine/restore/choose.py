@@ -164,17 +164,16 @@ def candidates(
         if step in (None, parsed.step) and only in (None, parsed.id) and (parsed.seq, parsed.id) > after
     ]
     sound = {parsed: [one for one in holders[parsed] if parsed.id not in one.quarantined] for parsed in wanted}
-    last = {parsed: holders[parsed] for parsed in wanted if not sound[parsed]}
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
     slimmed: list[Candidate] = []
-    for parsed, places in (*sound.items(), *last.items()):
-        if parsed.id in refused:
-            search.reject(parsed.id, refused[parsed.id])
-            continue
-        for place in (one for one in holders[parsed] if one not in places):
-            search.damaged.update(place.quarantined[parsed.id].files)
-        if not places:
-            search.reject(parsed.id, holders[parsed][0].quarantined[parsed.id].error)
+    last = ((parsed, holders[parsed]) for parsed in wanted if not sound[parsed])
+    for parsed, places in chain(sound.items(), last):
+        error = refused.get(parsed.id) or (None if places else holders[parsed][0].quarantined[parsed.id].error)
+        search.damaged.update(
+            *(one.quarantined[parsed.id].files for one in holders[parsed] if one not in sound[parsed])
+        )
+        if error is not None:
+            search.reject(parsed.id, error)
             continue
         copies = _nearest_first(parsed.id, places, sizes, search)
         try:

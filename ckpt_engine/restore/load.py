@@ -437,8 +437,8 @@ class Restorer:
             suppress(CkptError),  # the writer reports it
             acquire(self._tiers[0], LeaseHolder.current(), FINISH_SECONDS) as lease,
         ):
-            further = map(Repository, self._tiers[1:])
-            return mend_damage((*reversed(self._near()), *further), damaged, lease.check, self._emit)
+            places = (*reversed(self._near()), *map(Repository, self._tiers[1:]))  # memory behind the nearest tier
+            return mend_damage(places, damaged, lease.check, self._emit)
         return set()
 
     def _quarantine(self, found: Loaded) -> None:

@@ -84,9 +84,9 @@ def quarantine_rest(run: Run, checked: Sequence[CheckedCopies], mendable: Sequen
     known = {(one.tier, one.file) for one in mendable}
     for copies in checked:
         (place,) = (one for one in run.places if one.storage.url == copies.url)
-        place.ids()
         for verdict in copies.verdicts:
-            problems = (one for one in verdict.problems if one.is_damage)
-            damaged = {one.file for one in problems if one.file and names.data_owner(one.file)}
+            damaged = {
+                one.file for one in verdict.problems if one.file and one.is_damage and names.data_owner(one.file)
+            }
             if damaged or verdict.ok:
                 place.quarantine(verdict.snapshot, {file for file in damaged if (copies.url, file) not in known})

@@ -401,8 +401,8 @@ class Persister:
         if self._secondary is not None:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
         if damaged and (self._secondary is not None or self._has_parity):
-            further = ((one.url, one.storage_options) for one in self._config.tiers)
-            tiers = ((self._config.url, self._config.storage_options), *further)
+            config = self._config
+            tiers = [(config.url, config.storage_options), *((one.url, one.storage_options) for one in config.tiers)]
             places = (Repository(open_storage(*one)) for one in tiers)  # on that thread
             work = partial(mend_damage, places, sorted(damaged), self._primary.check_lease, self._report.emit)
             ask_apart(work, "ckpt-mend")

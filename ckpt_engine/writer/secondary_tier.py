@@ -186,7 +186,7 @@ class SecondaryTier:
             self._prune(repository, lease, self.newest.id)
         near = self._near()
         self._say_what_stays([info for info in infos if info.id not in near])
-        done = self._done | repository.quarantined.keys()  # `ckpt scrub` mends those
+        done = {*self._done, *repository.quarantined}  # `ckpt scrub` mends those
         wanted = self._wanted([found.info for found in near.values() if found.info.id not in done], there)
         self.waiting = tuple(wanted)
         if not wanted:

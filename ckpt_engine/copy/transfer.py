@@ -112,7 +112,7 @@ def copy_data(
     """
     sent = present = 0
     there = [has_file(target.storage, file) for file in manifest.files]
-    damaged = {index for index, file in enumerate(manifest.files) if file.name in target.damaged}
+    damaged = {index for index, file in enumerate(manifest.files) if file.name in target.damage.files}
     damaged.add(_damaged(target.storage, manifest, there))
     for index, file in enumerate(manifest.files):
         if there[index] and index not in damaged:

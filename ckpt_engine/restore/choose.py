@@ -163,14 +163,14 @@ def candidates(
         for parsed in sorted(holders, key=attrgetter("seq", "id"), reverse=True)
         if step in (None, parsed.step) and only in (None, parsed.id) and (parsed.seq, parsed.id) > after
     ]
-    sound = {parsed: [one for one in holders[parsed] if parsed.id not in one.quarantined] for parsed in wanted}
+    sound = {parsed: [one for one in holders[parsed] if parsed.id not in one.damage.snapshots] for parsed in wanted}
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
     slimmed: list[Candidate] = []
     last = ((parsed, holders[parsed]) for parsed in wanted if not sound[parsed])
     for parsed, places in chain(sound.items(), last):
-        error = refused.get(parsed.id) or (None if places else holders[parsed][0].quarantined[parsed.id].error)
+        error = refused.get(parsed.id) or (None if places else holders[parsed][0].damage.snapshots[parsed.id].error)
         search.damaged.update(
-            *(one.quarantined[parsed.id].files for one in holders[parsed] if one not in sound[parsed])
+            *(one.damage.snapshots[parsed.id].files for one in holders[parsed] if one not in sound[parsed])
         )
         if error is not None:
             search.reject(parsed.id, error)

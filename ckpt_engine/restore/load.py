@@ -37,7 +37,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
-from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
+from ckpt_engine.restore import ask_tiers, heal, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
 from ckpt_engine.restore.changes import UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
@@ -64,14 +64,12 @@ from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.branches import continued
 from ckpt_engine.store.decode import stored_pieces
-from ckpt_engine.store.lease import acquire, read_holder
-from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import CHANGED, FORKED, Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
-from ckpt_engine.writer.mend_damage import mend_damage
 from ckpt_engine.writer.primary_tier import let_finish
 
 _Found = TypeVar("_Found")
@@ -414,8 +412,12 @@ class Restorer:
             found = self._first(step, partial(load, **how), partial(load_together, **how))
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
-                self._pipeline.lineage.damaged |= found.damaged - self._mended_from_memory(found.damaged)
-                self._quarantine(found)
+                self._pipeline.lineage.damaged |= found.damaged
+                if self._session is None or self._session.coordinates:
+                    heal.quarantine(self._tiers, _damaged(found), found.damaged)
+                    self._pipeline.lineage.damaged -= heal.mend_from_memory(
+                        self._attached, self._tiers, found.damaged, self._emit
+                    )
                 self.away = set(map(attrgetter("url"), found.away))
                 restarts = self._begins_elsewhere
                 fork = note_of_fork(found.place, found.manifest) if restarts else {}
@@ -429,38 +431,12 @@ class Restorer:
             self.detach()
         return found
 
-    def _mended_from_memory(self, damaged: Collection[str]) -> set[str]:
-        """Mend files of the nearest tier with what is in memory; their names. The writer does the rest."""
-        if self._attached is None or not damaged or not self._leads:
-            return set()
-        with (
-            suppress(CkptError),  # the writer reports it
-            acquire(self._tiers[0], LeaseHolder.current(), FINISH_SECONDS) as lease,
-        ):
-            places = (*reversed(self._near()), *map(Repository, self._tiers[1:]))  # memory behind the nearest tier
-            return mend_damage(places, damaged, lease.check, self._emit)
-        return set()
-
-    def _quarantine(self, found: Loaded) -> None:
-        """Note durably at each tier what a load has passed over for good: the next one tries it last."""
-        for place in map(Repository, self._tiers if self._leads and _damaged(found) else ()):
-            with suppress(CkptError):  # the writer reports what is wrong there
-                for snapshot in _damaged(found).intersection(one.id for one in place.ids()):
-                    if files := found.damaged.intersection(place.files_of(snapshot)):
-                        place.quarantine(snapshot, files)
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank's writer takes the lease of its nearest tier."""
-        session = self._session
-        return session is None or session.ranks.rank in [place[0] for place in session.places()]
-
     def _let_finish(self) -> None:
         """Before this process has the lease: the writer of a dead trainer may be about to make something newer."""
         if self._memory or self._pipeline.started:
             return
-        near = self.nearest()
-        if not self._leads:
+        session, near = self._session, self.nearest()
+        if session is not None and session.ranks.rank not in [place[0] for place in session.places()]:
             return
         patience = ask_tiers.until_one_answers if len(self._config.tiers) == 1 else ask_tiers.at_most
         with suppress(CkptError):  # the load says what is wrong there

@@ -30,7 +30,7 @@ from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
-from ckpt_engine.store.quarantine import Quarantine, put_quarantine, read_quarantine
+from ckpt_engine.store.quarantine import KnownDamage
 from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
@@ -129,22 +129,17 @@ class Repository:
     asked first (`catalog.json`), so that requests grow with the pages of the listing and not with the snapshots.
 
     Attributes:
-        damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
+        damage: what is known to be damaged. No plan refers to its files, and retention does not see its snapshots.
         recent: the manifests that were read or written last.
         alive: the snapshots of the last listing, and those committed since.
         copied: those of the last listing whose manifest is stored twice, as it is at a place with parity.
-        quarantined: those of the last listing that are damaged, and that nothing mends. Retention does not see them.
         is_refusing: whether it was reported that this user may remove nothing there.
-
-    Args:
-        parts: the parity that its data files should have, as of `add_parity.parts_of`; None: what is there says it.
     """
 
     is_refusing = False
 
-    def __init__(self, storage: Storage, parts: tuple[int, int] | None = None) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.parts = parts
         self._infos: dict[str, SnapshotInfo] = {}
         self._files: dict[str, tuple[str, ...]] = {}
         self._record: RunRecord | None = None
@@ -153,12 +148,11 @@ class Repository:
         self._last_look: Sequence[tuple[names.ParsedId, ObjectInfo]] = ()
         self.alive: set[str] = set()
         self.copied: set[str] = set()
-        self.quarantined: dict[str, Quarantine] = {}
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
         """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
-        self.damaged: set[str] = set()
+        self.damage = KnownDamage(storage)
         self.recent: tuple[Manifest, ...] = ()
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
@@ -254,7 +248,7 @@ class Repository:
         listed = self._manifests()
         self.learn([item for _, item in listed], self._infos)
         bad = {one.id: one for one in self._read_missing(listed, self._infos, self._read_info)}
-        bad |= {one: Damaged(one, names.seq_of(one), known.error) for one, known in self.quarantined.items()}
+        bad |= {one: Damaged(one, names.seq_of(one), known.error) for one, known in self.damage.snapshots.items()}
         good = [self._infos[parsed.id] for parsed, _ in listed if parsed.id in self._infos and parsed.id not in bad]
         return Listing(tuple(good), tuple(bad.values()))
 
@@ -362,7 +356,7 @@ class Repository:
             StorageError: that cannot be found out.
         """
         is_there = set(map(attrgetter("id"), self.ids())).issuperset(snapshots)  # and learns what is damaged
-        return is_there and self.damaged.isdisjoint(one.name for one in files) and not lacking(self.storage, files)
+        return is_there and self.damage.files.isdisjoint(one.name for one in files) and not lacking(self.storage, files)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""
@@ -379,27 +373,6 @@ class Repository:
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
         self._forgotten.update(gone)
-
-    def quarantine(self, snapshot: str, files: Collection[str]) -> None:
-        """Note durably that a snapshot needs damaged bytes of these data files, and that nothing mends them; none: that
-        it is whole. Needs no lease: no plan refers to them from here on, also of a process that writes the run now.
-
-        Raises:
-            StorageError: it is not noted.
-        """
-        known = self.quarantined.pop(snapshot, None)
-        if files:
-            self.damaged.update(files)
-            self.quarantined[snapshot] = found = Quarantine(tuple(sorted(files)))
-            if found != known:
-                put_quarantine(self.storage, snapshot, found)
-        elif known is not None:
-            self.storage.delete(names.quarantine_name(snapshot))
-
-    def mended(self, file: str) -> None:
-        """Note durably that a data file has its bytes again. Raises as `quarantine`."""
-        for snapshot, known in list(self.quarantined.items()):
-            self.quarantine(snapshot, set(known.files) - {file})
 
     def data(self, in_flight: Container[str] = ()) -> Data:
         """The data files that are there and their parity, except those of the snapshots `in_flight`."""
@@ -534,13 +507,8 @@ class Repository:
             copies = {parsed: item for item in listed if (parsed := names.copy_id(item.name))}
             self.copied = {parsed.id for parsed in copies}
             found = copies | found
-        marked = map(names.quarantine_id, map(attrgetter("name"), listed if len(found) < len(listed) else ()))
-        self.quarantined = {
-            one.id: self.quarantined.get(one.id) or read_quarantine(self.storage, one.id)
-            for one in marked
-            if one is not None and one in found
-        }
-        self.damaged.update(*map(attrgetter("files"), self.quarantined.values()))
+        noted = map(names.quarantine_id, map(attrgetter("name"), listed if len(found) < len(listed) else ()))
+        self.damage.look(one for one in noted if one is not None and one in found)
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:

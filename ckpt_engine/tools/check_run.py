@@ -229,7 +229,7 @@ class Checker:
             names.ROLLBACK: parse_rollback,
             names.ATTEMPTS: parse_attempts,
             names.SCRUB: parse_verified,
-            **dict.fromkeys(map(names.quarantine_name, self._repository.quarantined), parse_quarantine),
+            **dict.fromkeys(map(names.quarantine_name, self._repository.damage.snapshots), parse_quarantine),
             names.CATALOG: lambda text, _: catalog.decode(text, self._repository.run_id, {}),
         }
         return readers.get(name)

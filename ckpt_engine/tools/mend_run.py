@@ -52,7 +52,7 @@ def mend_run(
         sources = [one for one in (*run.places, *others) if one.storage.url != copies.url]
         damaged = {one.file for one in copies.problems if one.file}
         # Manifests come first: they say what is needed of data files.
-        wanted = sorted(damaged.union(missing_objects(place)), reverse=True)
+        wanted = sorted(damaged.union(missing_objects(place, run.parts.get(copies.url))), reverse=True)
         nbytes = sum(item.nbytes for item in place.storage.list("") if item.name in damaged)
         with (
             suppress(*() if damaged else (LeaseHeldError,)),
@@ -89,4 +89,4 @@ def quarantine_rest(run: Run, checked: Sequence[CheckedCopies], mendable: Sequen
                 one.file for one in verdict.problems if one.file and one.is_damage and names.data_owner(one.file)
             }
             if damaged or verdict.ok:
-                place.quarantine(verdict.snapshot, {file for file in damaged if (copies.url, file) not in known})
+                place.damage.note(verdict.snapshot, {file for file in damaged if (copies.url, file) not in known})

@@ -43,7 +43,7 @@ def mend_damage(
             with suppress(StorageMissingError), whole_file(place, sources, name) as (image, source):
                 check_lease()
                 place.storage.put(name, [image], exclusive=False)
-                place.mended(name)
+                place.damage.mended(name)
                 mended.add(name)
                 emit(Notice("INFO", f"{what} was damaged and is mended from {units.place(source)}"))
         except Exception as err:  # noqa: BLE001 - reported, as no caller waits for it

@@ -122,8 +122,6 @@ class PrimaryTier:
         self._shares: dict[str, Manifest] = {}
         self._common_seq = 0
         self._lacked: set[str] = set()
-        self._reported: set[str] = set()
-        """The files that the trainer has found damaged."""
         self._line: Line | None = None
         self._finish: CommitStrategy = ALONE
         self._freshness = Freshness(config.url)
@@ -160,10 +158,9 @@ class PrimaryTier:
         Returns:
             The damaged files that it had not reported before.
         """
-        unknown = set(damaged) - self._reported
+        unknown = set(damaged) - self.repository.damage.found
         self._line = line
-        self._reported |= unknown
-        self.repository.damaged.update(damaged)
+        self.repository.damage.found.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
         return unknown

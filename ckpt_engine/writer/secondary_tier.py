@@ -176,7 +176,7 @@ class SecondaryTier:
     def _copy_newest(self) -> bool:
         self.direct.refuse_if_stuck()
         repository, lease = self._open()
-        repository.damaged.update(self.damaged)
+        repository.damage.found.update(self.damaged)
         self.copies.progress.moved(LEASE_SECONDS)
         lease.check()
         infos = repository.list()
@@ -186,7 +186,7 @@ class SecondaryTier:
             self._prune(repository, lease, self.newest.id)
         near = self._near()
         self._say_what_stays([info for info in infos if info.id not in near])
-        done = {*self._done, *repository.quarantined}  # `ckpt scrub` mends those
+        done = {*self._done, *repository.damage.snapshots}  # `ckpt scrub` mends those
         wanted = self._wanted([found.info for found in near.values() if found.info.id not in done], there)
         self.waiting = tuple(wanted)
         if not wanted:

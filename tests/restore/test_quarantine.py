@@ -124,7 +124,7 @@ def test_one_that_is_tried_last_is_loaded_where_it_turns_out_to_be_whole(tmp_pat
     """Nothing but it is there."""
     root = tmp_path / "run"
     (snapshot,) = save_each(root, 1)
-    repository(root).quarantine(snapshot, {names.data_name(snapshot)})
+    repository(root).damage.note(snapshot, {names.data_name(snapshot)})
     with Checkpointer(str(root), writer="thread") as run:
         assert same(run.load(), state(1)) and run.loaded is not None and run.loaded.rejected == ()
 
@@ -165,7 +165,7 @@ def test_a_resume_that_passes_it_over_puts_it_into_quarantine(ckpt: Ckpt, tmp_pa
 
 
 def test_a_run_mends_what_another_tier_has_and_ends_its_quarantine(ckpt: Ckpt, tmp_path: Path) -> None:
-    """A scrub that was not told of the other tier has found nothing that mends it."""
+    """A scrub that does not know the other tier has found nothing that mends it."""
     near, far = tmp_path / "near", tmp_path / "far"
     options = {"tiers": [str(near), str(far)], "keep": {"last": 9}, "writer": "thread", "wait_at_end": WAIT_SECONDS}
     for step in (1, 2):

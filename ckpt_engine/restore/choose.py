@@ -15,7 +15,7 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
-from ckpt_engine.copy.file_parity import is_mendable
+from ckpt_engine.copy.file_parity import advice_on, is_mendable
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -88,7 +88,7 @@ class SearchLog:
                 found.setdefault(url, UnreachableTier(url, StorageError.code, why))
         return tuple(found.values())
 
-    def reject(self, snapshot: str, error: CkptError, *, places: int = 0, advice: str = "") -> None:
+    def reject(self, snapshot: str, error: CkptError, *, places: int = 0, sources: Sequence[Repository] = ()) -> None:
         """Note why a snapshot is not used, and what would let it be.
 
         Raises:
@@ -96,7 +96,10 @@ class SearchLog:
         """
         if places == 1 and not isinstance(error, FormatError | StorageMissingError):
             raise error
-        self.rejected.append(RejectedCandidate(snapshot, error.code, f"{error.message}{advice}"))
+        advice = (advice_on(one.storage, file) for one in sources for file in self.damaged)
+        self.rejected.append(
+            RejectedCandidate(snapshot, error.code, f"{error.message}{next(filter(None, advice), '')}")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,25 +160,26 @@ def candidates(
             search.away.append(UnreachableTier(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
-    search.newest_seq = max((parsed.seq for parsed in holders), default=0)
-    wanted = [
-        parsed
-        for parsed in sorted(holders, key=attrgetter("seq", "id"), reverse=True)
-        if step in (None, parsed.step) and only in (None, parsed.id) and (parsed.seq, parsed.id) > after
-    ]
-    sound = {parsed: [one for one in holders[parsed] if parsed.id not in one.damage.snapshots] for parsed in wanted}
+    newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
+    search.newest_seq = newest_first[0].seq if newest_first else 0
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
     slimmed: list[Candidate] = []
-    last = ((parsed, holders[parsed]) for parsed in wanted if not sound[parsed])
-    for parsed, places in chain(sound.items(), last):
-        error = refused.get(parsed.id) or (None if places else holders[parsed][0].damage.snapshots[parsed.id].error)
-        search.damaged.update(
-            *(one.damage.snapshots[parsed.id].files for one in holders[parsed] if one not in sound[parsed])
-        )
-        if error is not None:
-            search.reject(parsed.id, error)
+    last: list[ParsedId] = []  # it grows until all others were tried
+    for parsed in chain(newest_first, last):
+        is_other = (step is not None and parsed.step != step) or only not in (None, parsed.id)
+        if is_other or (parsed.seq, parsed.id) <= after:
             continue
-        copies = _nearest_first(parsed.id, places, sizes, search)
+        if parsed.id in refused:
+            search.reject(parsed.id, refused[parsed.id])
+            continue
+        sound = [one for one in holders[parsed] if parsed.id not in one.damage.snapshots]
+        if sound != holders[parsed]:
+            search.damaged.update(*(one.damage.files for one in holders[parsed] if one not in sound))
+        if not sound and parsed not in last:
+            search.reject(parsed.id, holders[parsed][0].damage.snapshots[parsed.id].error)
+            last.append(parsed)
+            continue
+        copies = _nearest_first(parsed.id, sound or holders[parsed], sizes, search)
         try:
             first = next(copies)
         except (FormatError, StorageError) as err:

@@ -30,7 +30,7 @@ from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
-from ckpt_engine.store.quarantine import KnownDamage
+from ckpt_engine.store.quarantine import Damaged, KnownDamage
 from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
@@ -86,15 +86,6 @@ class RunRecord:
     created: Seconds
     fork: ForkPoint | None = None
     protect_days: Seconds = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    """A snapshot whose manifest cannot be used, and why."""
-
-    id: str
-    seq: int
-    error: FormatError
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +238,7 @@ class Repository:
         """All snapshots with what a listing shows, and the ones whose head cannot be read."""
         listed = self._manifests()
         self.learn([item for _, item in listed], self._infos)
-        bad = {one.id: one for one in self._read_missing(listed, self._infos, self._read_info)}
-        bad |= {one: Damaged(one, names.seq_of(one), known.error) for one, known in self.damage.snapshots.items()}
+        bad = {one.id: one for one in self._read_missing(listed, self._infos, self._read_info)} | self.damage.snapshots
         good = [self._infos[parsed.id] for parsed, _ in listed if parsed.id in self._infos and parsed.id not in bad]
         return Listing(tuple(good), tuple(bad.values()))
 
@@ -355,8 +345,9 @@ class Repository:
         Raises:
             StorageError: that cannot be found out.
         """
-        is_there = set(map(attrgetter("id"), self.ids())).issuperset(snapshots)  # and learns what is damaged
-        return is_there and self.damage.files.isdisjoint(one.name for one in files) and not lacking(self.storage, files)
+        there = set(map(attrgetter("id"), self.ids()))  # and learns what is damaged
+        is_sound = self.damage.files.isdisjoint(map(attrgetter("name"), files))
+        return is_sound and there.issuperset(snapshots) and not lacking(self.storage, files)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""
@@ -507,8 +498,8 @@ class Repository:
             copies = {parsed: item for item in listed if (parsed := names.copy_id(item.name))}
             self.copied = {parsed.id for parsed in copies}
             found = copies | found
-        noted = map(names.quarantine_id, map(attrgetter("name"), listed if len(found) < len(listed) else ()))
-        self.damage.look(one for one in noted if one is not None and one in found)
+        if len(found) < len(listed) or self.damage.snapshots:
+            self.damage.look(listed, found)
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:

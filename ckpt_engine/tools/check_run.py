@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt_engine.copy.file_parity import FileParity, advice_on, restored
+from ckpt_engine.copy.file_parity import FileParity, restored
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.preempt.divergence import parse_rollback
@@ -295,8 +295,6 @@ class Checker:
                 self._verified.add(key)
             elif restored(self._storage, file) is not None:
                 problems[before:] = [replace(one, mendable=True) for one in problems[before:]]
-            elif advice := advice_on(self._storage, file):
-                problems[before:] = [replace(one, message=f"{one.message}{advice}") for one in problems[before:]]
         return problems, read_bytes
 
     def _verdict(

@@ -161,6 +161,7 @@ class PrimaryTier:
         unknown = set(damaged) - self.repository.damage.found
         self._line = line
         self.repository.damage.found.update(damaged)
+        self.repository.damage.files.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
         return unknown

@@ -176,7 +176,7 @@ class SecondaryTier:
     def _copy_newest(self) -> bool:
         self.direct.refuse_if_stuck()
         repository, lease = self._open()
-        repository.damage.found.update(self.damaged)
+        repository.damage.files.update(self.damaged)
         self.copies.progress.moved(LEASE_SECONDS)
         lease.check()
         infos = repository.list()

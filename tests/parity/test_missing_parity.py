@@ -180,16 +180,14 @@ def test_only_writing_needs_the_library(place: ParityPlace, tmp_path: Path) -> N
 def test_where_the_library_is_missing_damage_names_what_to_install(
     place: ParityPlace, tmp_path: Path, damage: str
 ) -> None:
-    """A check and the load that takes an older snapshot."""
+    """The load that takes an older snapshot says why."""
     data = bytearray(place.was[place.newest_file])
     data[len(data) // 2] ^= 1
     place.replace(place.newest_file, bytes(data) if damage == "flipped" else bytes(data[: len(data) * 7 // 8]))
     command = [sys.executable, "-c", DAMAGED_WITHOUT_LIBRARY, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
-    checked, loaded = done.stdout.split("do:")
-    hint = "pip install 'ckpt-engine[parity]'` lets its parity mend it"
-    assert hint in checked and hint in loaded
+    assert "pip install 'ckpt-engine[parity]'` lets its parity mend it" in done.stdout
 
 
 def test_a_store_that_fails_is_not_damaged_parity(

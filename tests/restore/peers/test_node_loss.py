@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -13,15 +12,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from ckpt_engine.store import names
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.seal_keys import KeyPair
 from tests.restore.peers.cluster import Cluster
 
 REPLICATE = {"url": "memory", "replicate": 1}
 PARITY = {"url": "memory", "parity": 3}
-LIVES = 6
-"""A newer snapshot than the durable one may be in memory: then it is tried again."""
 
 
 @pytest.fixture
@@ -121,27 +116,3 @@ def test_shares_of_a_sealed_run_are_kept_in_memory_and_sealed_on_disk(
     data = list((tmp_path / "run" / "data").iterdir())
     assert len(data) >= machines
     assert all(path.read_bytes().startswith(names.SEALED) for path in data)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_memory_of_another_machine_mends_the_disk(tmp_path: Path, store: TCPStore) -> None:
-    """The folder loses files of the snapshot that the ranks resume from memory, one share of which a peer has."""
-    root = tmp_path / "run"
-    with Cluster(root, store, 2, REPLICATE, durable_every=1) as cluster:
-        for _ in range(LIVES):
-            cluster.start()
-            cluster.nodes[0].until_taken(4)
-            cluster.kill({1})
-            newest = Repository(open_storage(str(root))).ids()[-1]
-            files = [root / names.data_name(newest.id, rank) for rank in range(2)]
-            was = [file.read_bytes() for file in files]
-            for file in files:
-                os.truncate(file, 100)
-            _, step, place = cluster.start()
-            mended = [file.read_bytes() for file in files] == was
-            cluster.kill({0, 1})
-            if (place, int(step)) == ("memory", newest.step):
-                assert mended
-                return
-    pytest.fail("no life has resumed from memory what was durable")

@@ -141,7 +141,7 @@ class Campaign:
 
     def _load(self) -> None:
         if self.kind == "run":
-            if not list((self.root / "snapshots").glob("*[0-9a-f].json")):
+            if not list((self.root / "snapshots").glob("[0-9]*[0-9a-f].json")):
                 return
             wanted = 1
         else:

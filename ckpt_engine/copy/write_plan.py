@@ -156,7 +156,7 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False, read
     older = list(older_than(manifest.info.seq, target))
     there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if older else {}
     usable = {file.name for one in older for file in one.files if there.get(file.name) == file.nbytes}
-    return decide_sound(manifest, older, usable - target.damaged, lambda _: differences, ENCODED, read)
+    return decide_sound(manifest, older, usable - target.damage.files, lambda _: differences, ENCODED, read)
 
 
 def older_than(seq: float, repository: Repository, most: int = REACH) -> Iterator[Manifest]:
@@ -223,7 +223,7 @@ def read_back(target: Repository, tier: str, manifest: Manifest, read: ReadInto)
     if piece is None or is_sound(read, manifest.files[piece.file].name, piece):
         return None
     info, file = manifest.info, manifest.files[piece.file].name
-    target.damaged.add(file)
+    target.damage.note(info.id, {file})
     return Notice(
         "ERROR",
         f"step {info.step}: snapshot {info.id} is damaged at {tier}: [{CorruptError.code}] {file} does not have the "

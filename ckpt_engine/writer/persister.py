@@ -356,7 +356,7 @@ class Persister:
 
     def exists(self, snapshot: str) -> bool:
         """Whether the snapshot of all ranks is committed there."""
-        return self._lane.call(lambda: any(info.id == snapshot for info in self._primary.repository.list()))
+        return self._lane.call(lambda: any(one.id == snapshot for one in self._primary.repository.ids()))
 
     def leave(self, order: StagedJob) -> None:
         """Make a share durable, and say so; only that again if it was left before."""
@@ -383,7 +383,10 @@ class Persister:
         if self._secondary.replicators:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
         if damaged and (self._secondary.replicators or self._parity is not None):
-            work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._report.emit)
+            config = self._config
+            tiers = [(config.url, config.storage_options), *((one.url, one.storage_options) for one in config.tiers)]
+            places = (Repository(open_storage(*one)) for one in tiers)  # on that thread
+            work = partial(mend_damage, places, sorted(damaged), self._primary.check_lease, self._report.emit)
             ask_apart(work, "ckpt-mend")
 
     def _add_parity(self, making: Sequence[Future[None]], wait_seconds: float = 0.0) -> None:

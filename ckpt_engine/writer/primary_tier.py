@@ -155,11 +155,12 @@ class PrimaryTier:
         older is not what a lost common one would be missed for, and what some node lacks is not either.
 
         Returns:
-            The damaged files that were not known to be so.
+            The damaged files that it had not reported before.
         """
-        unknown = set(damaged) - self.repository.damaged
+        unknown = set(damaged) - self.repository.damage.found
         self._line = line
-        self.repository.damaged.update(damaged)
+        self.repository.damage.found.update(damaged)
+        self.repository.damage.files.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
         return unknown

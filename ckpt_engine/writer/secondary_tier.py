@@ -112,7 +112,7 @@ class SecondaryTier(CopyTarget):
     def _copy_newest(self) -> bool:
         self.place.direct_lane.refuse_if_stuck()
         repository, lease = self._open()
-        repository.damaged.update(self.damaged)
+        repository.damage.files.update(self.damaged)
         self.place.copy_lane.progress.moved(LEASE_SECONDS)
         lease.check()
         infos = repository.list()
@@ -122,7 +122,8 @@ class SecondaryTier(CopyTarget):
             self._prune(repository, lease, self.progress.newest.id)
         near = self._near()
         self._say_what_stays([info for info in infos if info.id not in near])
-        wanted = self._wanted([found.info for found in near.values() if found.info.id not in self._done], there)
+        done = {*self._done, *repository.damage.snapshots}  # `ckpt scrub` mends those
+        wanted = self._wanted([found.info for found in near.values() if found.info.id not in done], there)
         self.progress.waiting = wanted
         if not wanted:
             if self.nearer.sources[0].usable():

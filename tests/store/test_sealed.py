@@ -274,6 +274,16 @@ def test_an_older_state_that_somebody_puts_back_is_not_noticed(tmp_path: Path, k
     assert accepted(left) == {name: text for name, text in OBJECTS.items() if name not in (MANIFEST, DATA)}
 
 
+def test_two_genuine_manifests_of_a_name_say_the_same_and_a_chain_would_refuse_one(tmp_path: Path, key: str) -> None:
+    """A repair seals the same bytes again: the earlier object, put back, is accepted, and has another digest."""
+    storage, path = filled(tmp_path / "run", key=key), tmp_path / "run" / MANIFEST
+    earlier = path.read_bytes()
+    storage.put(MANIFEST, [memoryview(storage.get(MANIFEST))], exclusive=False)
+    assert path.read_bytes() != earlier
+    path.write_bytes(earlier)
+    assert sealed(tmp_path / "run", key=key).get(MANIFEST) == OBJECTS[MANIFEST]
+
+
 def test_rotation_rewrites_keys_and_nothing_else(tmp_path: Path, key: str) -> None:
     new = str(tmp_path / "new-key")
     KeyPair.make(new)

@@ -128,7 +128,7 @@ def run(bench: Bench) -> BarResult:
         checks,
         tuple(series),
         (
-            "Frozen weights in host memory are copied for each snapshot: comparing takes as long (decision 0130).",
+            "Frozen host memory is copied for each snapshot, here right behind the one before (decision 0130).",
             f"The table is read back from {size.table_snapshots} deltas behind each other.",
             "With more, or more than 0.3 of its bytes in deltas, they are replaced a few pieces at a time: then a "
             "snapshot writes about three times what changes, if rows change at random.",

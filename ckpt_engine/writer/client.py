@@ -58,16 +58,21 @@ def never(_copies: bool) -> bool:
     return False
 
 
-WriterLife = IntEnum("WriterLife", ["SERVING", "CLOSING", "COPYING", "ANNOUNCED", "ALONE", "DIED"])
-"""How far the end of a writer is, as its client knows it. It only goes forward.
+class WriterLife(IntEnum):
+    """How far the end of a writer is, as its client knows it. It only goes forward."""
 
-* `SERVING`: it starts, or takes jobs.
-* `CLOSING`: the trainer has closed it, or it has refused to start. It is expected to end.
-* `COPYING`: nothing is missing at the nearest tier any more.
-* `ANNOUNCED`: that further tiers are waited for was said.
-* `ALONE`: it continues, and the trainer does not wait for that.
-* `DIED`: it has ended unasked.
-"""
+    SERVING = 1
+    """It starts, or takes jobs."""
+    CLOSING = 2
+    """The trainer has closed it, or it has refused to start. It is expected to end."""
+    COPYING = 3
+    """Nothing is missing at the nearest tier any more."""
+    ANNOUNCED = 4
+    """That further tiers are waited for was said."""
+    ALONE = 5
+    """It continues, and the trainer does not wait for that."""
+    DIED = 6
+    """It has ended unasked."""
 
 
 class WriterClient(abc.ABC):

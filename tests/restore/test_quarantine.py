@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import NoUsableSnapshotError
-from ckpt_engine.store import names
+from ckpt_engine.store import lease, names
 from tests.cli.conftest import ckpt  # noqa: F401 - a fixture
 from tests.restore.test_resumed_past_damage import newest, repository, rot, state, unlooked
 from tests.restore.test_sealed_run import trained
@@ -192,8 +191,8 @@ def test_what_is_in_memory_mends_the_disk(tmp_path: Path, damage: str) -> None:
     root = tmp_path / "run"
     config = {"tiers": [{"url": "memory", "every_n_steps": 1}, {"url": str(root)}], "keep": {"last": 9}}
     assert trained(config, 4, kill_after=3)[-1] == "durable 3"
-    deadline, pause = time.monotonic() + WAIT_SECONDS, threading.Event()
-    while json.loads((root / "lease.json").read_text() or "{}").get("pid") and len(repository(root).ids()) < 3:
+    deadline, pause, stored = time.monotonic() + WAIT_SECONDS, threading.Event(), repository(root)
+    while lease.read_holder(stored.storage) is not None and len(stored.ids()) < 3:
         assert time.monotonic() < deadline
         pause.wait(0.05)
     there = newest(root)

@@ -102,7 +102,7 @@ class AdaptiveCheckpoint(Callback):
             on_validation_end: bool | None = None,
             at_end: bool | None = None,
             wait_at_end: float | str | None = None,
-            keep: dict[str, Any] | None = None,
+            keep: int | dict[str, Any] | None = None,
             protect: dict[str, Any] | None = None,
             seal: dict[str, Any] | None = None,
             preemption: dict[str, Any] | None = None,

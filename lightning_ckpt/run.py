@@ -53,7 +53,7 @@ class FitRun:
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         """Those of `LiveModel.entries` when training started."""
         self.guard = FenceGuard(self._guarded())
-        self._stop = StopWatch(trainer)
+        self._stop = EarlyStopWatch(trainer)
         self._run = TrainerRun(
             self.engine,
             "lightning",
@@ -458,7 +458,7 @@ class FitRun:
 
 
 @dataclass(eq=False)
-class StopWatch:
+class EarlyStopWatch:
     """Tells a stop by `EarlyStopping`, which is part of a run, from all other reasons to set `trainer.should_stop`.
 
     Args:

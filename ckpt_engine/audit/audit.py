@@ -207,7 +207,11 @@ class HiddenState:
                 row = {**row, "value": self._by_parameter(row)}
             if "value" in row:
                 row = {**row, "value": exchanged(row["value"], live)}
-            if (why := _put_back(path, row, begun, row["begin"].get(moment))) is None:
+            try:
+                why = _put_back(path, row, begun, row["begin"].get(moment))
+            except Exception as err:  # noqa: BLE001 - of a class of the user's, or of a layer that was pruned
+                why = f"training changes it (its type is {row['type']}), and it cannot be assigned: {err}"
+            if why is None:
                 done.append(path)
                 live[id(row["value"])] = begun.value_at(path)
             elif why:

@@ -41,7 +41,7 @@ def command(source: str, target: str | None, wanted: tuple[str, ...], seal: bool
     root, snapshots = named(source) if target else (default_root(), ())
     place = options_of(target or source).tiers[0]
     if seal and place.seal is None:
-        raise ConfigError("--seal has no key", hint="set CKPT_KEY_FILE, or name a ckpt.yaml with the section seal")
+        raise ConfigError("--seal has no key", hint="set CKPT_KEY_FILE, or let TARGET be a ckpt.yaml with seal")
     run = open_run(root, options_of(root, as_plain=seal))
     done = copy_run(run, place, (*snapshots, *wanted), say_waiting, partial(progress, "copying", hidden=as_json))
     if as_json:

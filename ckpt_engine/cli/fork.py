@@ -25,11 +25,13 @@ def command(snapshot: str, new: str, dry_run: bool, as_json: bool) -> None:
 
     NEW is a folder or a storage URL, and must be empty. On one disk no bytes are copied: the files get hard links,
     and NEW stays whole when ROOT is removed. In one object store the store copies them. Else they are sent, verified on
-    the way. `ckpt show` and `ckpt ls` say where a run was forked.
+    the way. NEW is sealed if the nearest tier of ROOT is. `ckpt show` and `ckpt ls` say where a run was forked.
     """
     root, wanted = named(snapshot)
-    counting, tier = partial(progress, "copying", hidden=as_json), options_of(new).tiers[0]
-    run, (one, *_) = open_run(root), (*wanted, LATEST)
+    config, tier = options_of(root), options_of(new).tiers[0]
+    tier = tier.model_copy(update={"seal": tier.seal or config.tiers[0].seal})
+    counting = partial(progress, "copying", hidden=as_json)
+    run, (one, *_) = open_run(root, config), (*wanted, LATEST)
     info, done, linked_bytes = fork_run(run, one, tier, say_waiting, counting, dry_run=dry_run)
     if as_json:
         print_json({"snapshot": info.id, "step": info.step, "linked_bytes": linked_bytes, **fields_of(done)})

@@ -16,7 +16,7 @@ from ckpt_engine.config.option_types import parse_bytes_per_second, parse_durati
 from ckpt_engine.observe import units
 from ckpt_engine.store.storage.base import Throttle
 from ckpt_engine.tools.check_run import all_ok, check_run
-from ckpt_engine.tools.mend_run import MendedFile, mend_run
+from ckpt_engine.tools.mend_run import MendedFile, mend_run, quarantine_rest
 
 ROUNDS = 3
 """A manifest that was mended may show damage of the data behind it, and parity is made from data that is mended."""
@@ -90,4 +90,6 @@ def _mend(
         lines = (f"{one.file}  {done} from {one.source}, {units.size(one.nbytes)}" for one in mended)
         print_text(*(() if as_json else lines), fg="green")
         print_check(root, run, checked, away, as_json=as_json, repair={"dry_run": dry_run, "mended": mended})
+        if not (dry_run or away):  # of a run that trains its writer may mend the rest
+            quarantine_rest(run, checked, mend_run(run, others, checked, partial(shown, "mending"), dry_run=True))
     sys.exit(int(not all_ok(checked)))

@@ -63,7 +63,7 @@ def print_check(
                 print_text(copies.url, bold=True)
             _print_verdicts(copies.verdicts)
             for problem in copies.others:
-                print_text(f"{problem.file}  DAMAGED", fg="red")
+                print_text(f"{problem.file}  {'DAMAGED' if problem.is_damage else 'COULD NOT BE READ'}", fg="red")
                 print_text(f"  [{problem.code}] {problem.message}")
         verdicts = [verdict for copies in checked for verdict in copies.verdicts]
         whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)

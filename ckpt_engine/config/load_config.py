@@ -234,6 +234,8 @@ def plain_values(value: Any, path: KeyPath, source: OptionSource, problems: list
         value = _plain_number(value)
         if source.lines and path and path[-1] in _UNITS and re.fullmatch(r"[\d_.]+", str(value)):
             problems.append(OptionProblem(source, path, f"needs a unit, such as '{value} {_UNITS[path[-1]]}'"))
+        if source.lines and value is None and path[-1:] == ("seal",):
+            problems.append(OptionProblem(source, path, "has no keys; remove it for a run that is not sealed"))
         if isinstance(value, os.PathLike):
             return os.fspath(value)
     except Exception as err:  # noqa: BLE001 - of a class of the user's

@@ -1,4 +1,4 @@
-"""The names of places for snapshots."""
+"""Parses what a user writes as the place of snapshots."""
 
 from __future__ import annotations
 

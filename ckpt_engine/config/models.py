@@ -384,7 +384,7 @@ class Config(Section):
             ),
             (not tiers, f"must name a folder or storage URL{more}"),
         )
-        first, places = tiers[0], {tier.url.rstrip("/") for tier in tiers}
+        first, places = tiers[0], {tier.url.removeprefix("file://").rstrip("/") for tier in tiers}
         given = [name for name in ("every", "every_n_steps") if getattr(first, name) is not None]
         refuse(
             (given, f"the nearest tier takes every durable snapshot: remove its {' and '.join(given)}"),

@@ -19,12 +19,15 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 
 
-def parts_of(place: Repository) -> tuple[int, int] | None:
-    """Into how many ranges data files of a place that was listed are cut, and how many parts of parity they have; None:
-    they have none.
+def parts_of(place: Repository, wanted: tuple[int, int] | None = None) -> tuple[int, int] | None:
+    """Into how many ranges data files of a place that was listed are cut, and how many parts of parity they have, or
+    should have; None: none.
+
+    Args:
+        wanted: what they should have where nothing there says it.
     """
     names_there = (item.name for item in (place.storage.list(names.DATA) if place.copied else ()))
-    return next(((one.data, one.parity) for one in map(names.parity_of, names_there) if one is not None), None)
+    return next(((one.data, one.parity) for one in map(names.parity_of, names_there) if one is not None), wanted)
 
 
 def more_bytes(parts: tuple[int, int] | None, nbytes: int) -> int:
@@ -65,9 +68,9 @@ def lacking_parity(place: Repository, parts: tuple[int, int]) -> dict[ParityName
     }
 
 
-def missing_objects(place: Repository) -> list[str]:
-    """The parity and the second copies of manifests that a place lacks which has others: the names."""
-    parts = parts_of(place)
+def missing_objects(place: Repository, wanted: tuple[int, int] | None) -> list[str]:
+    """The parity and the second copies of manifests that a place lacks which has others, or should have: the names."""
+    parts = parts_of(place, wanted)
     if parts is None:
         return []
     parity = map(str, lacking_parity(place, parts))

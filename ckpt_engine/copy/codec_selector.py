@@ -84,8 +84,8 @@ class CodecSelector:
             self._links = [*self._links, tally.put_bytes / tally.put_seconds][-_LINKS:]
         if self.is_plain or (self._codec == AUTO and not tally.raw_bytes):
             return
-        saved = f"{tally.raw_bytes / 1e6:.3g} MB → {tally.codecs.total() / 1e6:.3g} MB"
-        used = ", ".join(f"{codec} {nbytes / 1e6:.3g} MB" for codec, nbytes in tally.codecs.most_common())
+        saved = f"{size(tally.raw_bytes)} → {size(tally.codecs.total())}"
+        used = ", ".join(f"{codec} {size(nbytes)}" for codec, nbytes in tally.codecs.most_common())
         if self._codec == AUTO:
             self.why = f"{self.why}; {saved} ({used})"
         else:

@@ -277,7 +277,7 @@ class DedupBaseline:
         ]
         usable = {
             *map(attrgetter("name"), chain.from_iterable(map(attrgetter("files"), older)))
-        } - self._repository.damaged
+        } - self._repository.damage.files
         return decide_sound(manifest, older, usable, differs, bounds, self.read)
 
     def committed(self, manifest: Manifest) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from ckpt_engine.errors import CkptError, StorageError
+from ckpt_engine.errors import CkptError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import DataFile
 from ckpt_engine.store.names import ParityName
@@ -84,7 +85,7 @@ class FileParity:
             Whether they are known to be as they were when the parity was made.
 
         Raises:
-            StorageError: the library is not installed.
+            StorageError: the library is not installed, or the object cannot be read.
         """
         stop = self.name.nbytes if out is None else start + out.nbytes
         is_whole = True
@@ -100,7 +101,11 @@ class FileParity:
         return is_whole
 
     def damaged_parts(self, advance: Callable[[int], object]) -> int:
-        """How many parts of the object are not as they were written; `advance` takes the bytes just read."""
+        """How many parts of the object are not as they were written; `advance` takes the bytes just read.
+
+        Raises:
+            StorageError: the object cannot be read.
+        """
         damaged = 0
         for digests, parts in map(self._parts, self._starts):
             damaged += self.name.parity - len(_good([None] * self.name.data + parts, digests))
@@ -140,10 +145,13 @@ class FileParity:
         """The digests of all blocks of a stripe, and its blocks of parity; None for those whose row is damaged.
 
         If all rows are, there are no digests.
+
+        Raises:
+            StorageError: the object cannot be read.
         """
         part_bytes = self._row_bytes + self._block_bytes(start)
         stripe = memoryview(bytearray(self.name.parity * part_bytes))
-        with suppress(CkptError):
+        with suppress(FormatError, StorageMissingError):
             self.storage.get_into(str(self.name), self._stripe_at(start), stripe)
         digests = b""
         parts: list[memoryview | None] = []
@@ -184,6 +192,16 @@ def restored(storage: Storage, file: str, start: int = 0, out: memoryview | None
             if name is not None and FileParity(storage, name).mend(partial(storage.get_into, file), start, out):
                 return f"{storage.url}/{name}"
     return None
+
+
+def advice_on(storage: Storage, file: str) -> str:
+    """What lets the parity of a damaged data file be used, to be added to a message; empty: it has none, or nothing is
+    missing.
+    """
+    with suppress(CkptError):
+        if find_spec("pyeclib") is None and any(storage.list(f"{file}.parity-")):
+            return "; `pip install 'ckpt-engine[parity]'` lets its parity mend it"
+    return ""
 
 
 def is_mendable(there: Mapping[str, int], file: DataFile) -> bool:

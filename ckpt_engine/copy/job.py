@@ -217,6 +217,21 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """What a writer reports once it has the lease.
+
+    Args:
+        first_seq: the lowest number that a snapshot may get.
+        history: what earlier writers have left at the nearest tier; None: nothing, or this rank does not write there.
+        port: where the writers of other machines reach this one; 0: nowhere.
+    """
+
+    first_seq: int
+    history: History | None
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TierConfig:
     """A further tier: a place that snapshots are copied to.
 

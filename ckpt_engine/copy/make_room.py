@@ -23,7 +23,8 @@ from ckpt_engine.store.branches import OTHER_LINE, branches
 from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, SnapshotInfo
 from ckpt_engine.store.protection import PROTECTED, young
-from ckpt_engine.store.repository import Damaged, Data, Repository, lacking
+from ckpt_engine.store.quarantine import Damaged
+from ckpt_engine.store.repository import Data, Repository, lacking
 from ckpt_engine.store.retention import RESERVE_BYTES, SLACK_BYTES, RetentionPlan, Usage, plan, plan_before_write
 from ckpt_engine.store.retention_preflight import preflight
 from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy

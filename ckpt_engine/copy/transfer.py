@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 from ckpt_engine.copy.write_plan import is_sound
@@ -112,12 +111,13 @@ def copy_data(
     """
     sent = present = 0
     there = [has_file(target.storage, file) for file in manifest.files]
-    damaged = _damaged(target.storage, manifest, there)
+    damaged = {index for index, file in enumerate(manifest.files) if file.name in target.damage.files}
+    damaged.add(_damaged(target.storage, manifest, there))
     for index, file in enumerate(manifest.files):
-        if there[index] and index != damaged:
+        if there[index] and index not in damaged:
             present += file.nbytes
         else:
-            sent_bytes = _copy_file(source.storage, target.storage, manifest, index, scratch, index != damaged)
+            sent_bytes = _copy_file(source.storage, target.storage, manifest, index, scratch, index not in damaged)
             sent += sent_bytes
             present += file.nbytes - sent_bytes
     if present:
@@ -125,15 +125,17 @@ def copy_data(
     return manifest, Copied(sent, present)
 
 
-def _damaged(target: Storage, manifest: Manifest, there: Sequence[bool]) -> int | None:
-    """The number of a data file at the target that is damaged; each snapshot has one piece of another one read back."""
+def _damaged(target: Storage, manifest: Manifest, there: Sequence[bool]) -> int:
+    """The number of a data file at the target that is damaged, -1: none; each snapshot has one piece of another one
+    read back.
+    """
     pieces = [
         (index, piece) for index, is_there in enumerate(there) if is_there for piece in pieces_of(manifest, index)
     ]
     if not pieces:
-        return None
+        return -1
     index, piece = pieces[manifest.info.seq % len(pieces)]
-    return None if is_sound(target.get_into, manifest.files[index].name, piece) else index
+    return -1 if is_sound(target.get_into, manifest.files[index].name, piece) else index
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +380,6 @@ def scratch_file(folder: str | None, nbytes: int) -> mmap.mmap:
 
 
 def scratch_of(storage: Storage) -> str | None:
-    """A folder for `copy_snapshot` on the disk of `storage`, where it has one."""
+    """A folder for `copy_snapshot` on the disk of `storage`, where it has one that can be written."""
     folder = storage.capabilities.folder
-    return folder.root if folder is not None and Path(folder.root).is_dir() else None
+    return folder.root if folder is not None and os.access(folder.root, os.W_OK) else None

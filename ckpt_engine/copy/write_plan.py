@@ -26,7 +26,7 @@ from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, ReadInto, chain_of, decoder_of, needed_for, stored_pieces
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, lacking
 
 HEADER_BYTES = 16 << 10
 """Smaller files are hardly more than a header."""
@@ -156,7 +156,7 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False, read
     older = list(older_than(manifest.info.seq, target))
     there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if older else {}
     usable = {file.name for one in older for file in one.files if there.get(file.name) == file.nbytes}
-    return decide_sound(manifest, older, usable - target.damaged, lambda _: differences, ENCODED, read)
+    return decide_sound(manifest, older, usable - target.damage.files, lambda _: differences, ENCODED, read)
 
 
 def older_than(seq: float, repository: Repository, most: int = REACH) -> Iterator[Manifest]:
@@ -223,7 +223,9 @@ def read_back(target: Repository, tier: str, manifest: Manifest, read: ReadInto)
     if piece is None or is_sound(read, manifest.files[piece.file].name, piece):
         return None
     info, file = manifest.info, manifest.files[piece.file].name
-    target.damaged.add(file)
+    target.damage.files.add(file)
+    if not lacking(target.storage, [manifest.files[piece.file]]):  # else a note might make a folder that is gone again
+        target.damage.note(info.id, {file})
     return Notice(
         "ERROR",
         f"step {info.step}: snapshot {info.id} is damaged at {tier}: [{CorruptError.code}] {file} does not have the "

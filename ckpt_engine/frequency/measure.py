@@ -8,10 +8,12 @@ with one.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -35,6 +37,8 @@ NEAR = 3.0
 epoch, and enough that their jitter adds little to that of the others."""
 DOUBT = 1.5
 """So many errors count as one of a slowdown that decides how often: a run looks hundreds of times."""
+RECOVERY_STEPS = 2
+"""Steps that begin within the time of so many after a snapshot may be longer because of it."""
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
@@ -199,8 +203,6 @@ class SlowSteps:
             return 0.0
         surplus = [one.slow - one.slow_expected for one in self._recent]
         mean = sum(surplus) / count
-        if mean <= 0.0:
-            return 0.0
         spread = sum((one - mean) ** 2 for one in surplus) / (count - 1)
         variance = max(spread, sum(one.slow_expected for one in self._recent) / count, self.LEAST_VARIANCE)
         if mean <= self.SIGNIFICANT * math.sqrt(variance / count) or not self._rare():
@@ -231,6 +233,10 @@ class StepTimes:
     that neither has more long steps, and in slow and quick phases as many of both kinds are met. Those before it end
     with a long step, which is why the interval was over.
 
+    The first steps after a snapshot was written may be longer too, while caches are cold. They count for it where that
+    is believed of those so far, and as clean else. They are those of a time too. What a step takes itself must not
+    decide whether it counts: in an epoch of slow steps, all would be a cost.
+
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
         warm_up: so many steps are not measured.
@@ -248,6 +254,7 @@ class StepTimes:
         self._summary = self._after_of = _Summary.of([0.0])
         self._summary_of = self._shift_seen = (0, 0.0)
         self._after, self._after_seconds = list[float](), 0.0
+        self._recoveries = deque[float](maxlen=RobustBaseline.WINDOW)
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
@@ -302,20 +309,29 @@ class StepTimes:
     def take_slowdown(self, late_seconds: float = 0.0) -> Slowdown:
         """The slowdown since the last call; none is known while the clean step time is unknown.
 
+        The first steps after the snapshot before this one are in it, if they count.
+
         Args:
             late_seconds: of the newest step, after no snapshot was on its way any more.
         """
-        disturbed, steps = list(self._disturbed), self._disturbed_steps
+        if self._disturbed_steps == 0:
+            return Slowdown()
+        logs, so_far = self._after_of.logs(self._after), self._recoveries
+        early = bisect_left(list(accumulate(self._after)), RECOVERY_STEPS * self._after_of.mean) + 1
+        counts = len(so_far) > 1 and believed(fmean(so_far), stdev(so_far) / math.sqrt(len(so_far))) > 0.0
+        if len(logs) > early:
+            so_far.append(sum(logs[:early]) - early * fmean(logs[early:]))
+        early = early if counts else 0
+        disturbed, after = [*self._after[:early], *self._disturbed], logs[early:]
+        steps = self._disturbed_steps + len(disturbed) - len(self._disturbed)
         self._disturbed.clear()
         self._disturbed_steps = 0
-        if steps == 0:
-            return Slowdown()
         each, last = steps / len(disturbed), disturbed[-1]
         late_seconds = min(late_seconds, last)
         seconds = each * sum(disturbed) - late_seconds
         if not self.known:
             return Slowdown(seconds=seconds)
-        clean, after, after_of = self._summarise(), self._after, self._after_of
+        clean = self._summarise()
         self._after, self._after_of, self._after_seconds = [], clean, NEAR * (seconds + late_seconds)
         several = len(after) or NEAR * steps
         self.add_clean = self._add_after
@@ -323,7 +339,7 @@ class StepTimes:
             growth=each * sum(clean.logs(disturbed)),
             number=steps,
             steps=(steps - (late_seconds / last if last > 0.0 else 0.0)) * clean.inside(disturbed),
-            clean_growth=sum(after_of.logs(after)) if after else several * clean.log,
+            clean_growth=sum(after) if after else several * clean.log,
             clean=several,
             variance=steps * clean.deviation**2,
             seconds=seconds,

@@ -338,6 +338,9 @@ class ImpossibleError(Exception):
 class LastBoundary(Generic[R]):
     """The record of the last boundary, while nothing was changed that is not in it. Training thread only.
 
+    Where records cost too much, one is tried at powers of two from `AGAIN` on, to see whether that is still so: what
+    trials take together is next to nothing, however long the run is.
+
     Args:
         make: makes a record.
         budget: the share of training time that snapshots may cost.
@@ -361,7 +364,8 @@ class LastBoundary(Generic[R]):
             self._step = taken if self._step is None else _SMOOTH * self._step + (1.0 - _SMOOTH) * taken
         self._count += 1
         cost, step = self._cost, self._step
-        if cost is None or step is None or self._count % AGAIN == 0 or affordable(cost, step, self._budget):
+        looks_again = self._count >= AGAIN and self._count.bit_count() == 1
+        if cost is None or step is None or looks_again or affordable(cost, step, self._budget):
             try:
                 self._record = self._make()
             except ImpossibleError as err:

@@ -1,4 +1,4 @@
-"""What a part of a run has to say about its work, as events."""
+"""Reports the events of one part of a run, each failure once."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class Session:
     def _introduce(self, client: WriterClient) -> None:
         """Tell the writer where the others are."""
         ranks = self.ranks
-        mine: list[Any] = [ranks.node, self._address, client.peer_port]
+        mine: list[Any] = [ranks.node, self._address, client.started.port]
         said = self.meet(lambda: mine, list)
         nodes = [str(one[0]) if one is not None else "" for one in said]
         near = neighbours(ranks.rank, nodes, self._machines)
@@ -202,14 +202,14 @@ class Session:
                 self._record = ""  # it has its own, and the others have to fit to it
             clients.append(start(self._config(session, None)))
             record = self.root.get(names.RECORD).decode() if self.divided and self.root is not None else ""
-            return {"session": session, "first_seq": clients[0].first_seq, "record": record}
+            return {"session": session, "first_seq": clients[0].started.first_seq, "record": record}
 
         def follow() -> dict[str, Any]:
             if not self.led_places:
                 return {}
             if not clients:
                 clients.append(start(self._config(self.name, None)))
-            return {"first_seq": clients[0].first_seq}
+            return {"first_seq": clients[0].started.first_seq}
 
         agreed = self.agree(begin, START_SECONDS)
         self.name, self._next_seq, self._record = agreed["session"], agreed["first_seq"], agreed["record"]

@@ -15,7 +15,7 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
-from ckpt_engine.copy.file_parity import is_mendable
+from ckpt_engine.copy.file_parity import advice_on, is_mendable
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -88,15 +88,18 @@ class SearchLog:
                 found.setdefault(url, UnreachableTier(url, StorageError.code, why))
         return tuple(found.values())
 
-    def reject(self, snapshot: str, error: CkptError, *, places: int = 0) -> None:
-        """Note why a snapshot is not used.
+    def reject(self, snapshot: str, error: CkptError, *, places: int = 0, sources: Sequence[Repository] = ()) -> None:
+        """Note why a snapshot is not used, and what would let it be.
 
         Raises:
             StorageError: there is 1 place, and it does not say what it has.
         """
         if places == 1 and not isinstance(error, FormatError | StorageMissingError):
             raise error
-        self.rejected.append(RejectedCandidate(snapshot, error.code, error.message))
+        advice = (advice_on(one.storage, file) for one in sources for file in self.damaged)
+        self.rejected.append(
+            RejectedCandidate(snapshot, error.code, f"{error.message}{next(filter(None, advice), '')}")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,8 @@ def candidates(
 
     One that is stored differently at several places comes several times in a row, the nearest first.
 
+    A copy in quarantine is the last resort, behind all other snapshots.
+
     One that retention has taken components from cannot resume a run: it is skipped, or the last resort where its step
     is asked for.
 
@@ -159,14 +164,22 @@ def candidates(
     search.newest_seq = newest_first[0].seq if newest_first else 0
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
     slimmed: list[Candidate] = []
-    for parsed in newest_first:
+    last: list[ParsedId] = []  # it grows until all others were tried
+    for parsed in chain(newest_first, last):
         is_other = (step is not None and parsed.step != step) or only not in (None, parsed.id)
         if is_other or (parsed.seq, parsed.id) <= after:
             continue
         if parsed.id in refused:
             search.reject(parsed.id, refused[parsed.id])
             continue
-        copies = _nearest_first(parsed.id, holders[parsed], sizes, search.known)
+        sound = [one for one in holders[parsed] if parsed.id not in one.damage.snapshots]
+        if sound != holders[parsed]:
+            search.damaged.update(*(one.damage.files for one in holders[parsed] if one not in sound))
+        if not sound and parsed not in last:
+            search.reject(parsed.id, holders[parsed][0].damage.snapshots[parsed.id].error)
+            last.append(parsed)
+            continue
+        copies = _nearest_first(parsed.id, sound or holders[parsed], sizes, search)
         try:
             first = next(copies)
         except (FormatError, StorageError) as err:
@@ -200,7 +213,7 @@ def _passing(found: Iterable[Candidate], check: ManifestCheck | None, search: Se
 
 
 def _nearest_first(
-    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, known: dict[bytes, Manifest]
+    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, search: SearchLog
 ) -> Iterator[Candidate]:
     """The snapshot as it is stored, nearest first.
 
@@ -212,11 +225,11 @@ def _nearest_first(
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
-            first = _assemble(snapshot, near, sizes, known)[0]
+            first = _assemble(snapshot, near, sizes, search)[0]
             first = replace(first, sources=(*first.sources, *far))
     if first is not None:
         yield first
-    for one in _assemble(snapshot, holders, sizes, known):
+    for one in _assemble(snapshot, holders, sizes, search):
         if first is None or one.manifest != first.manifest:
             yield one
 
@@ -242,7 +255,7 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
     Raises:
         CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
     """
-    return _assemble(snapshot, holders, _sizes_at, {})[0].unpacked()
+    return _assemble(snapshot, holders, _sizes_at, SearchLog())[0].unpacked()
 
 
 def _sizes_at(place: Repository) -> Mapping[str, int]:
@@ -268,18 +281,16 @@ class _Copies:
         return (*near, *self.whole, *(place for place in self.parts if place not in near))
 
 
-def _assemble(
-    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, known: dict[bytes, Manifest]
-) -> list[Candidate]:
+def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes, search: SearchLog) -> list[Candidate]:
     """The snapshot as it is stored, nearest first: more than one only where places store it differently."""
     kinds: list[_Copies] = []
     errors: list[CkptError] = []
     notes: list[str] = []
     for place in holders:
         try:
-            manifest, text = place.read_text(snapshot, known)
+            manifest, text = place.read_text(snapshot, search.known)
             require_whole(manifest.info, place.storage.url)
-            known[text] = manifest
+            search.known[text] = manifest
             there = sizes(place)
             lacking = [
                 file for file in manifest.files if there.get(file.name) != file.nbytes and not is_mendable(there, file)
@@ -292,6 +303,8 @@ def _assemble(
                 kind.whole.append(place)
                 continue
             kind.parts.append(place)
+            if place.storage.capabilities.nodes is None:  # else the others have them
+                search.damaged.update(file.name for file in lacking)
             file, found = lacking[0], there.get(lacking[0].name)
             if found is None:
                 raise StorageMissingError(f"data file {file.name} is missing")

@@ -30,13 +30,12 @@ from ckpt_engine.errors import (
     NoUsableSnapshotError,
     RanksError,
     StorageError,
-    StorageMissingError,
     WaitTimeoutError,
 )
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
-from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
+from ckpt_engine.restore import ask_tiers, heal, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
 from ckpt_engine.restore.changes import UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
@@ -189,7 +188,7 @@ def load(
             with said_if_slow(line) if rank == 0 else nullcontext():
                 state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
-            search.reject(candidate.info.id, err, places=len(where))
+            search.reject(candidate.info.id, err, places=len(where), sources=candidate.sources)
             continue
         died_at = where[0].storage.capabilities.died_at_step  # what a dead trainer has left is the nearest place
         return Loaded(
@@ -411,6 +410,8 @@ class Restorer:
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
                 self._pipeline.lineage.damaged |= found.damaged
+                if found.damaged and (self._session is None or self._session.coordinates):
+                    self._pipeline.lineage.damaged -= heal.after_load(self._attached, self._tiers, found, self._emit)
                 self.away = set(map(attrgetter("url"), found.away))
                 restarts = self._begins_elsewhere
                 fork = note_of_fork(found.place, found.manifest) if restarts else {}
@@ -541,13 +542,7 @@ def before_of(
     except CkptError:
         return continued(found.info, (), ()) if is_newest else ()  # who knows what there is
     newer = [info for info in there if info.seq > found.info.seq]
-    superseded = {info.id for info in newer} if back else _damaged(found) if newest else set()
+    superseded = {info.id for info in newer} if back else heal.passed_over(found) if newest else set()
     before = continued(found.info, newer, superseded)
     left = {info.line.attempt for info in there}
     return before if found.away else tuple(one for one in before if one[0] in left)
-
-
-def _damaged(found: Loaded) -> set[str]:
-    """What a load has passed over for good. A place that is unreachable may still have it whole."""
-    useless = FormatError.code[:-2], StorageMissingError.code
-    return set() if found.away else {one.snapshot for one in found.rejected if one.code.startswith(useless)}

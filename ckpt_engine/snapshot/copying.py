@@ -26,8 +26,6 @@ SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread 
 _GROUP = 512
 FENCE_TIMEOUT_SECONDS = 600.0
 
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _pwritev = ctypes.CDLL(None, use_errno=True).pwritev
 _pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _pwritev.restype = ctypes.c_ssize_t
@@ -128,34 +126,7 @@ class CopyByAddress:
             offset += nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
-    """Bytes that the slot is claimed to hold already; where it does not, they are copied."""
-
-    move: _Move
-    claim: Claim
-
-    def run(self) -> None:
-        move = self.move
-        if _memcmp(move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start, move.nbytes) != 0:
-            self.claim.differs = True
-            move.run()
-
-
-@dataclass(slots=True)
-class Claim:
-    """That the slot already holds the bytes of one entry.
-
-    Args:
-        name: of the entry.
-        differs: set where it is found to be wrong; final once the snapshot is staged.
-    """
-
-    name: str
-    differs: bool = False
-
-
-Task = _Move | _Copy | CopyByAddress | Compare
+Task = _Move | _Copy | CopyByAddress
 
 
 class CopyTasks:

@@ -248,7 +248,7 @@ class Lineage:
         Raises:
             OvertakenError: they have; the lease is given back.
         """
-        history = client.history
+        history = client.started.history
         if history is None or (self._session is not None and not self._session.coordinates):
             return client
         if self._seen is not None and history.seq > self._seen and not self._is_ours(history):

@@ -12,12 +12,12 @@ from ckpt_engine.copy.job import JobDone, Mirrored, SlotFreed
 from ckpt_engine.errors import SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import (
     Event,
-    Notice,
     SnapshotSkipped,
     SnapshotStaged,
     WriterLost,
     said_if_slow,
 )
+from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.probe.recorder import FlightRecorder
 from ckpt_engine.probe.trained_groups import TrainedGroups
@@ -28,7 +28,6 @@ from ckpt_engine.snapshot.cuda import TornCopyError
 from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage, leavers
 from ckpt_engine.snapshot.save_request import OwnSnapshots, Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging
-from ckpt_engine.snapshot.unchanged import Unchanged
 from ckpt_engine.snapshot.writer_link import (
     Coming,
     Handover,
@@ -82,6 +81,7 @@ class Pipeline:
         process: bool = False,
     ) -> None:
         self._open_writer, self.process, self._emit = open_writer, process, emit
+        self._report = Reporter(emit)
         self._group = OwnSnapshots() if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self.slots = Slots(slots)
@@ -95,7 +95,6 @@ class Pipeline:
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
         self._copier = Copier()
-        self._unchanged = Unchanged()
         self._torn = False
         """A lazy copy was torn: from then on everything is copied before training continues."""
         self._writer: Handover | None = None
@@ -106,7 +105,7 @@ class Pipeline:
         self.lineage = Lineage(session)
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
-        self.behind = self._lost = self._said_pinning = False
+        self.behind = False
 
     def start(self, *, waits: bool = True) -> Handover:
         """Start the writer and take the run's lease, unless that is done; the writer.
@@ -126,7 +125,7 @@ class Pipeline:
         self._group.reopens()
         if not self.snapshot_bytes:
             self._fit(0)
-        if waits and not (self._lost or self.behind):
+        if waits and not (self._newest.writer or self.behind):
             self._writer = Handover(self._open_writer(self.memory, self._emit), self._arrived)
             return self._writer
         writer = self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
@@ -211,7 +210,9 @@ class Pipeline:
         capture = self._planner.capture(state, None if self._torn else wanted.lazy)
         self._fit(slot_bytes(capture.plan))
         # The first writer of a run starts while the first snapshot is copied.
-        copies_first = not (self.started or self._lost or self.memory or capture.plan.devices or self.lineage.parent)
+        copies_first = not (
+            self.started or self._newest.writer or self.memory or capture.plan.devices or self.lineage.parent
+        )
         writer = self.start(waits=not copies_first)
         if self._waits_behind:
             self._emit(SnapshotSkipped(step, "busy"))
@@ -221,15 +222,11 @@ class Pipeline:
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
         slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
-        if self.slots.pin_problem is not None and not self._said_pinning:
-            self._said_pinning = True
-            self._emit(
-                Notice(
-                    "WARNING",
-                    f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for "
-                    "the copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer "
-                    "`slots`",
-                )
+        if self.slots.pin_problem is not None:
+            self._report.failed(
+                "pinning",
+                f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for the "
+                "copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer `slots`",
             )
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
@@ -295,11 +292,9 @@ class Pipeline:
         about = ((slot.index, slot.fd, slot.nbytes), known, layout, capture.plan.trees)
         one = InFlightJob(job, handle, about, self.memory)
         self._in_flight.add(one)
-        claims = self._unchanged.claim(slot.index, known, capture)
 
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
-            self._unchanged.settle(claims, staged=error is None)
             if error is None:
                 self._in_flight.give(one, writer)
             elif isinstance(error, TornCopyError):
@@ -308,7 +303,7 @@ class Pipeline:
             else:
                 self._in_flight.refuse(one, SnapshotFailedError(f"staging failed: {error}"))
 
-        return Staging(capture, slot.views(capture.plan), submit, claims=claims, slot=slot.memory)
+        return Staging(capture, slot.views(capture.plan), submit, slot=slot.memory)
 
     def before_update(self) -> float:
         """The fence; seconds waited."""
@@ -358,7 +353,7 @@ class Pipeline:
         self._in_flight.go_on(self._writer)
 
     def _lose_writer(self, lost: Sequence[JobDone] = ()) -> None:
-        self._writer, self._lost = None, True
+        self._writer = None
         self._in_flight.lose(lost)
 
     def _fit(self, nbytes: int) -> None:
@@ -378,7 +373,7 @@ class Pipeline:
         )
         if fit.warning is None:
             return
-        self._emit(Notice("WARNING", fit.warning))
+        self._report.warn(fit.warning)
         if nbytes:
             self.slots.limit(fit.slots)
         self.process &= fit.process
@@ -433,7 +428,7 @@ class Pipeline:
                 self.poll()  # what further tiers had to say until the end
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:
-                self._emit(Notice("WARNING", lacking))
+                self._report.warn(lacking)
         self.pulse = None
         if self.recorder is not None:
             self.recorder.close()

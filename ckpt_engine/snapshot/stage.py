@@ -25,16 +25,13 @@ import torch
 from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot.copying import (
     FENCE_TIMEOUT_SECONDS,
-    Compare,
     CopyTasks,
     SlotMemory,
-    chunks_of,
     join,
     run_task,
     tasks_of,
 )
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
-from ckpt_engine.snapshot.unchanged import Claims
 from ckpt_engine.state.layout import CapturedState
 
 _HELP_BYTES = 4 << 20
@@ -53,7 +50,6 @@ class Staging:
         capture: what to copy.
         views: destinations, one per `capture.plan.sources`.
         slot: what the views are in.
-        claims: what the views hold already.
     """
 
     def __init__(
@@ -63,7 +59,6 @@ class Staging:
         on_staged: Callable[[BaseException | None], None],
         *,
         slot: SlotMemory,
-        claims: Claims | None = None,
     ) -> None:
         self._on_staged = on_staged
         self._slot = slot
@@ -72,7 +67,6 @@ class Staging:
         self._capture: CapturedState | None = capture
         self._views = views
         self.host = CopyTasks(())
-        self._claims = claims or Claims()
         self._flight: Flight | None = None
         self._fenced = False
 
@@ -96,23 +90,17 @@ class Staging:
     def _begin(self, copier: Copier) -> None:
         assert self._capture is not None, "it begins once"
         capture, self._capture = self._capture, None
-        plan, sources, compared = capture.plan, capture.plan.sources, self._claims.by_source
+        plan, sources = capture.plan, capture.plan.sources
         if plan.aboard:
             self._flight = self._new_flight(copier.devices, capture)
-        comparisons = [
-            Compare(move, claim)
-            for index, claim in compared.items()
-            for move in chunks_of(self._views[index], sources[index].tensor(capture.arrays), self._slot)
-        ]
-        apart = [(self._views[i], sources[i].tensor(capture.arrays)) for i in plan.apart if i not in compared]
+        apart = [(self._views[i], sources[i].tensor(capture.arrays)) for i in plan.apart]
         addresses = np.array(capture.addresses, np.uint64)
         runs = [run_task(run, self._slot, capture, addresses) for run in plan.runs]
         self._fenced = self._flight is None
         if self._flight is not None:
             copier.devices.start(plan, self._flight)
-        nbytes = sum([task.move.nbytes for task in comparisons]) + sum([view.nbytes for view, _ in apart])
-        nbytes += sum([int(run.nbytes.sum()) for run in plan.runs])
-        self.host = CopyTasks([*tasks_of(apart, self._slot), *runs, *comparisons])
+        nbytes = sum([view.nbytes for view, _ in apart]) + sum([int(run.nbytes.sum()) for run in plan.runs])
+        self.host = CopyTasks([*tasks_of(apart, self._slot), *runs])
         if nbytes >= _HELP_BYTES:
             copier.submit(self)
         self.host.finish()

@@ -5,6 +5,7 @@ ckpt.json                            the run record
 lease.json                           who writes the run
 snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
 snapshots/<id>.copy.json             the same again, at a place with parity
+snapshots/<id>.damaged.json          what of a snapshot is damaged at this place, where nothing mends it
 data/<id>-r<rank>[-p<part>].safetensors   data files
 data/<data file>.parity-<data>-<parity>-<bytes>   the parity of a data file of so many bytes
 parts/<id>-r<rank>.json              part records: what one of several ranks has written of a snapshot to be committed
@@ -59,6 +60,7 @@ _REMEMBERED = 4096
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
 _COPY = re.compile(rf"snapshots/({_ID.pattern})\.copy\.json")
+_QUARANTINE = re.compile(rf"snapshots/({_ID.pattern})\.damaged\.json")
 _PIN = re.compile(rf"pins/({_ID.pattern})\.json")
 _PART = re.compile(rf"parts/({_ID.pattern})-r([0-9]{{5,}})\.json")
 _WANTED = re.compile(rf"parts/({_ID.pattern})-wanted\.json")
@@ -205,6 +207,17 @@ def copy_id(name: str) -> ParsedId | None:
     return _owner(_COPY.fullmatch(name))
 
 
+def quarantine_name(snapshot: str) -> str:
+    """The object name of what is said of the damage of a snapshot."""
+    return f"{MANIFESTS}{snapshot}.damaged.json"
+
+
+@lru_cache(_REMEMBERED)
+def quarantine_id(name: str) -> ParsedId | None:
+    """The snapshot of whose damage the object of this name tells, or None if it tells of none."""
+    return _owner(_QUARANTINE.fullmatch(name))
+
+
 @lru_cache(_REMEMBERED)
 def parity_of(name: str) -> ParityName | None:
     """What the name of a parity object says, or None if this is none."""
@@ -264,7 +277,7 @@ def refuse_sealed(data: bytes) -> None:
     """Raises `SealError` for the bytes of a sealed object, which nothing but its storage reads."""
     if data.startswith(SEALED):
         raise SealError(
-            "this run is sealed",
+            "this run is sealed, and no section seal is given",
             hint=f"name a ckpt.yaml with the section seal, or set {KEY_VARIABLE} for the command line",
         )
 
@@ -273,5 +286,5 @@ def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
     return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK, ATTEMPTS, SCRUB) or any(
         part(name) is not None
-        for part in (manifest_id, copy_id, data_owner, parity_of, pin_id, part_owner, wanted_id, rows_rank)
+        for part in (manifest_id, copy_id, quarantine_id, owner_of, pin_id, part_owner, wanted_id, rows_rank)
     )

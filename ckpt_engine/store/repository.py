@@ -30,6 +30,7 @@ from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
+from ckpt_engine.store.quarantine import Damaged, KnownDamage
 from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
@@ -88,17 +89,11 @@ class RunRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged:
-    """A snapshot whose manifest cannot be used, and why."""
-
-    id: str
-    seq: int
-    error: FormatError
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
-    """All snapshots, oldest first, and the damaged ones; head reads only, so a listed body may still be damaged."""
+    """All snapshots, oldest first, and the damaged ones: those of an unreadable manifest, and those in quarantine.
+
+    Head reads only, so a listed body may still be damaged.
+    """
 
     snapshots: tuple[SnapshotInfo, ...]
     damaged: tuple[Damaged, ...]
@@ -125,7 +120,7 @@ class Repository:
     asked first (`catalog.json`), so that requests grow with the pages of the listing and not with the snapshots.
 
     Attributes:
-        damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
+        damage: what is known to be damaged. No plan refers to its files, and retention does not see its snapshots.
         recent: the manifests that were read or written last.
         alive: the snapshots of the last listing, and those committed since.
         copied: those of the last listing whose manifest is stored twice, as it is at a place with parity.
@@ -148,7 +143,7 @@ class Repository:
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
         """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
-        self.damaged: set[str] = set()
+        self.damage = KnownDamage(storage)
         self.recent: tuple[Manifest, ...] = ()
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
@@ -243,9 +238,9 @@ class Repository:
         """All snapshots with what a listing shows, and the ones whose head cannot be read."""
         listed = self._manifests()
         self.learn([item for _, item in listed], self._infos)
-        damaged = self._read_missing(listed, self._infos, self._read_info)
-        known = self._infos
-        return Listing(tuple([known[parsed.id] for parsed, _ in listed if parsed.id in known]), damaged)
+        bad = {one.id: one for one in self._read_missing(listed, self._infos, self._read_info)} | self.damage.snapshots
+        good = [self._infos[parsed.id] for parsed, _ in listed if parsed.id in self._infos and parsed.id not in bad]
+        return Listing(tuple(good), tuple(bad.values()))
 
     def list(self) -> _Infos:
         """The snapshots, oldest first; `scan` also tells about damaged ones."""
@@ -350,7 +345,9 @@ class Repository:
         Raises:
             StorageError: that cannot be found out.
         """
-        return set(map(attrgetter("id"), self.ids())).issuperset(snapshots) and not lacking(self.storage, files)
+        there = set(map(attrgetter("id"), self.ids()))  # and learns what is damaged
+        is_sound = self.damage.files.isdisjoint(map(attrgetter("name"), files))
+        return is_sound and there.issuperset(snapshots) and not lacking(self.storage, files)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""
@@ -501,6 +498,8 @@ class Repository:
             copies = {parsed: item for item in listed if (parsed := names.copy_id(item.name))}
             self.copied = {parsed.id for parsed in copies}
             found = copies | found
+        if len(found) < len(listed) or self.damage.snapshots:
+            self.damage.look(listed, found)
         self.alive = {parsed.id for parsed in found}
         for known in (self._infos, self._files):
             for gone in known.keys() - self.alive:

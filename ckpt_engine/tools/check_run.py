@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_engine.copy.file_parity import FileParity, restored
-from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.preempt.divergence import parse_rollback
 from ckpt_engine.restore.choose import UnreachableTier
@@ -23,6 +23,7 @@ from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.decode import joined, require_decodable, stored_pieces
 from ckpt_engine.store.lease_holder import parse_holder
 from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
+from ckpt_engine.store.quarantine import parse_quarantine
 from ckpt_engine.store.repository import Repository, parse_record
 from ckpt_engine.tools.stored_run import Run
 from ckpt_engine.tools.verified_files import PieceKey, VerifiedFiles, key_of, parse_verified
@@ -60,6 +61,11 @@ class SnapshotProblem:
     file: str | None = None
     entry: str | None = None
     mendable: bool = False
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the place answers, and does not have what was written."""
+        return self.code.startswith((FormatError.code[:-2], StorageMissingError.code))
 
     def __str__(self) -> str:
         text = f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
@@ -198,7 +204,12 @@ class Checker:
         found = [one for name, check in checks if check is not None for one in self._found(name, check)]
         parity = [one for one in map(names.parity_of, listed) if one and str(one) not in self._verified.times]
         for name in parity:
-            if damaged := FileParity(self._storage, name).damaged_parts(self._advance):
+            try:
+                damaged = FileParity(self._storage, name).damaged_parts(self._advance)
+            except StorageError as err:
+                found.append(SnapshotProblem(err.code, err.message, str(name)))
+                continue
+            if damaged:
                 text = f"{damaged:,} parts of it are not what was written → `ckpt repair` makes it again"
                 found.append(SnapshotProblem(CorruptError.code, text, str(name)))
             else:
@@ -218,6 +229,7 @@ class Checker:
             names.ROLLBACK: parse_rollback,
             names.ATTEMPTS: parse_attempts,
             names.SCRUB: parse_verified,
+            **dict.fromkeys(map(names.quarantine_name, self._repository.damage.snapshots), parse_quarantine),
             names.CATALOG: lambda text, _: catalog.decode(text, self._repository.run_id, {}),
         }
         return readers.get(name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckpt_engine.copy.add_parity import missing_objects
 from ckpt_engine.copy.whole_file import whole_file
 from ckpt_engine.errors import CorruptError, LeaseHeldError, StorageMissingError
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.tools.check_run import CheckedCopies, Counting
@@ -51,7 +52,7 @@ def mend_run(
         sources = [one for one in (*run.places, *others) if one.storage.url != copies.url]
         damaged = {one.file for one in copies.problems if one.file}
         # Manifests come first: they say what is needed of data files.
-        wanted = sorted(damaged.union(missing_objects(place)), reverse=True)
+        wanted = sorted(damaged.union(missing_objects(place, run.parts.get(copies.url))), reverse=True)
         nbytes = sum(item.nbytes for item in place.storage.list("") if item.name in damaged)
         with (
             suppress(*() if damaged else (LeaseHeldError,)),
@@ -69,3 +70,23 @@ def mend_run(
                     mended.append(MendedFile(copies.url, name, image.nbytes, source))
                     advance(image.nbytes)
     return mended
+
+
+def quarantine_rest(run: Run, checked: Sequence[CheckedCopies], mendable: Sequence[MendedFile]) -> None:
+    """Note at each place durably which snapshots need damaged data files, and which are whole again. Needs no lease.
+
+    Args:
+        mendable: damaged files that another place has; what only needs these is not noted.
+
+    Raises:
+        StorageError: a place cannot be written.
+    """
+    known = {(one.tier, one.file) for one in mendable}
+    for copies in checked:
+        (place,) = (one for one in run.places if one.storage.url == copies.url)
+        for verdict in copies.verdicts:
+            damaged = {
+                one.file for one in verdict.problems if one.file and one.is_damage and names.data_owner(one.file)
+            }
+            if damaged or verdict.ok:
+                place.damage.note(verdict.snapshot, {file for file in damaged if (copies.url, file) not in known})

@@ -83,8 +83,8 @@ def _beside(path: Path) -> Iterator[Path]:
     finally:
         if temp.is_dir():
             shutil.rmtree(temp, ignore_errors=True)
-        else:
-            temp.unlink(missing_ok=True)
+        elif os.path.lexists(temp):  # on a disk that is read-only, removing nothing fails too
+            temp.unlink()
 
 
 def _sync(path: Path) -> None:

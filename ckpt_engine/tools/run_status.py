@@ -10,11 +10,12 @@ from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.resume_report import Replay, replay_of
 from ckpt_engine.observe.run_times import RunSpent
-from ckpt_engine.observe.units import age
+from ckpt_engine.observe.units import age, first
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.tools.live_run import LiveWriter
 from ckpt_engine.tools.recorded_attempts import history_of
 from ckpt_engine.tools.stored_run import find_run, repository_of
@@ -29,6 +30,7 @@ class TierReading:
 
     Args:
         snapshots: that it has, as asked now; None: it was not asked, or does not answer.
+        damaged: those that are known to be damaged, which are not among them.
         newest: of them.
         error: why it does not answer.
         writer: what its writer said last.
@@ -39,6 +41,7 @@ class TierReading:
     newest: SnapshotInfo | None
     error: str | None
     writer: TierStatus | None
+    damaged: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -52,6 +55,8 @@ class TierReading:
         found = [f"tier {number} does not answer: {self.error}"] if self.error is not None else []
         if (said := self.writer) is not None and said.state != WORKING:
             found.append(f"tier {number} failed {age(said.since)}: [{said.code}] {said.message}")
+        if self.damaged:
+            found.append(f"tier {number}: {first(self.damaged, 1)} damaged; `ckpt ls {self.url}` says why")
         return found
 
 
@@ -90,7 +95,7 @@ def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
         CkptError: no tier answers.
     """
     repositories = list(map(repository_of, config.tiers))
-    answers = ask_tiers.ask(repositories, lambda place: place.list(), ask_tiers.at_most, say)
+    answers = ask_tiers.ask(repositories, Repository.scan, ask_tiers.at_most, say)
     # A nearest tier that does not answer is not asked once more: it may hang.
     near = repositories[0] if answers[0].error is None else None
     unread: list[str] = []
@@ -101,10 +106,11 @@ def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
     tiers = [
         TierReading(
             answer.place.storage.url,
-            None if answer.value is None else len(answer.value),
-            answer.value[-1] if answer.value else None,
+            None if answer.value is None else len(answer.value.snapshots),
+            answer.value.snapshots[-1] if answer.value is not None and answer.value.snapshots else None,
             f"[{answer.error.code}] {answer.error.message}" if answer.error else None,
             statuses.pop(answer.place.storage.url, None),
+            () if answer.value is None else tuple(one.id for one in answer.value.damaged),
         )
         for answer in answers
     ]

@@ -38,12 +38,14 @@ class Run:
         holders: all snapshots, oldest first, and the places that have a copy, nearest first.
         away: tiers that do not answer, or are not of this run.
         tiers: the URLs of all tiers that ROOT names.
+        parts: by the URL of a tier the parity that its data files should have, as of `Tier.parts`.
     """
 
     places: tuple[Repository, ...]
     holders: Mapping[ParsedId, tuple[Repository, ...]]
     away: tuple[UnreachableTier, ...]
     tiers: tuple[str, ...]
+    parts: Mapping[str, tuple[int, int] | None]
 
     @property
     def is_tiered(self) -> bool:
@@ -115,7 +117,8 @@ def find_run(
         ForeignError: the place has files, and no run.
         CkptError: no tier answers; the error of the nearest.
     """
-    repositories = [repository_of(tier) for tier in (config or load_config(root)).tiers]
+    tiers = (config or load_config(root)).tiers
+    repositories = [repository_of(tier) for tier in tiers]
     try:
         answers = ask_tiers.of_one_run(ask_tiers.ask(repositories, _ids_of_run, ask_tiers.at_most, say))
         for answer in answers if every else ():
@@ -132,7 +135,8 @@ def find_run(
         raise StorageMissingError(f"no run at {where}{unasked}", hint=_where_else(root))
     in_order = {parsed: tuple(holders[parsed]) for parsed in sorted(holders, key=lambda one: (one.seq, one.id))}
     urls = tuple(repository.storage.url for repository in repositories)
-    return Run(tuple(place for place, _ in there), in_order, away, urls)
+    parts = {url: tier.parts for url, tier in zip(urls, tiers, strict=True)}
+    return Run(tuple(place for place, _ in there), in_order, away, urls, parts)
 
 
 def away_of(answers: Sequence[ask_tiers.TierReply[ask_tiers.T]]) -> tuple[UnreachableTier, ...]:

@@ -95,7 +95,7 @@ def tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Stor
     try:
         return Finding(check, *work(storage))
     except CkptError as err:
-        return Finding(check, Mark.BAD, str(err))
+        return Finding(check, Mark.BAD, " ".join(str(err).split()))
 
 
 def _put(storage: Storage, name: str, data: bytes, *, exclusive: bool = True) -> None:

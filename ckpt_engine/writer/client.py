@@ -1,7 +1,7 @@
 """The trainer's side of the writer.
 
-What all clients share is here: what the writer has reported and the trainer has not yet taken in, and which jobs are
-still open.
+What all clients share is here: what the writer has reported and the trainer has not yet taken in, which jobs are still
+open, and how far the end is.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import msgspec
 
 from ckpt_engine.copy.job import (
     ErrorRecord,
-    History,
     JobDone,
     Layout,
     Mirrored,
     PersistJob,
     SlotFreed,
+    Started,
     WriterConfig,
     to_json,
 )
@@ -57,6 +58,23 @@ def never(_copies: bool) -> bool:
     return False
 
 
+class WriterLife(IntEnum):
+    """How far the end of a writer is, as its client knows it. It only goes forward."""
+
+    SERVING = 1
+    """It starts, or takes jobs."""
+    CLOSING = 2
+    """The trainer has closed it, or it has refused to start. It is expected to end."""
+    COPYING = 3
+    """Nothing is missing at the nearest tier any more."""
+    ANNOUNCED = 4
+    """That further tiers are waited for was said."""
+    ALONE = 5
+    """It continues, and the trainer does not wait for that."""
+    DIED = 6
+    """It has ended unasked."""
+
+
 class WriterClient(abc.ABC):
     """A started writer. What jobs refer to MUST be sent before the first of them.
 
@@ -68,17 +86,11 @@ class WriterClient(abc.ABC):
     new one and send everything again. In a forked child of the trainer a client does nothing.
 
     Attributes:
-        first_seq: the lowest number that a snapshot may get, as the writer saw it when it started.
-        history: what earlier writers have left at the nearest tier, as the writer saw it when it had the lease.
-        peer_port: where the writers of other machines reach this one; 0: nowhere.
         news: what `poll` has to give.
-        died: the writer has ended unasked; `poll` has given the `WriterLost`, or gives it next time.
     """
 
-    _who: str
-    """It continues alone when the trainer waits no more."""
-    _takes_care: str
-    """Who does so with what further tiers lack then."""
+    _continues = "continues it"
+    """What it does with what is missing when the trainer waits no more."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -86,41 +98,59 @@ class WriterClient(abc.ABC):
         self._open: dict[int, PersistJob] = {}
         self._lost: ErrorRecord | None = None
         """Why nothing more will come, if so."""
-        self.died = False
         self._changed = threading.Condition()
-        self._only_copies = self._said_copies = False
-        """Nothing is missing at the nearest tier any more; that further tiers are waited for was said."""
+        self._life = WriterLife.SERVING
         self._close_by = 0.0
         self._owner = os.getpid()
-        self._slots: set[int] = set()
-        self._told: tuple[Layout | None, Mapping[str, Any]] = (None, {})
+        self._told: tuple[Collection[int], Layout | None, Mapping[str, Any]] = ((), None, {})
         """The slots, the layout and the skeletons that the writer knows."""
-        self.first_seq = self.peer_port = 0
-        self.history: History | None = None
-        self._answered = False
-        self._refused: CkptError | None = None
-        """Why it has not started."""
-        self._closing = self._goes_on = False
+        self._answer: Started | CkptError | None = None
+        """What it said when it started, or why it has not; None: it has not answered yet."""
         self._closed = threading.Event()
-        """Nothing more comes that the trainer waits for; `_goes_on`: although the writer has not ended."""
+        """Nothing more comes that the trainer waits for."""
+
+    @property
+    def started(self) -> Started:
+        """What the writer said when it started."""
+        assert isinstance(self._answer, Started)
+        return self._answer
+
+    @property
+    def died(self) -> bool:
+        """Whether the writer has ended unasked; `poll` has given the `WriterLost`, or gives it next time."""
+        return self._life is WriterLife.DIED
+
+    @property
+    @abc.abstractmethod
+    def _who(self) -> str:
+        """How it is called in messages."""
+
+    @property
+    def _takes_care(self) -> str:
+        """Who does what further tiers lack when the trainer waits no more."""
+        return f"{self._who} {self._continues}, and then the next run does"
+
+    def _reached(self, life: WriterLife) -> None:
+        with self._changed:
+            self._life = max(self._life, life)
 
     def _begin(self, config: WriterConfig, emit: Callable[[Event], None] | None) -> None:
         """Wait until the writer has started; what it says meanwhile goes to `emit` at once. Raises as `open_client`."""
         timeout = config.lease_wait_seconds + ANSWER_SECONDS
         deadline = time.monotonic() + timeout
         with said_if_slow(f"opening {self._url} for writing, up to {duration(timeout)}"):
-            while not self._answered:
+            while self._answer is None:
                 left = deadline - time.monotonic()
                 if left <= 0.0:
                     raise WriterError(f"{self._who} does not answer after {timeout:.0f} s; storage: {config.url}")
                 with self._changed:
-                    self._changed.wait_for(lambda: self._answered or (emit is not None and self.news), left)
+                    self._changed.wait_for(lambda: self._answer or (emit is not None and self.news), left)
                 for message in self.poll() if emit is not None else ():
                     if isinstance(message, Event) and not isinstance(message, WriterLost) and emit is not None:
                         emit(message)  # that it is lost is raised
-        if self._refused is not None:
+        if isinstance(self._answer, CkptError):
             self._closed.wait(REAP_SECONDS)
-            raise self._refused
+            raise self._answer
 
     def _hear(self, body: Body) -> None:
         """Take what the writer says, on the thread that hears it."""
@@ -130,17 +160,15 @@ class WriterClient(abc.ABC):
         with self._changed:
             match body["kind"]:
                 case Kind.STARTED:
-                    self.first_seq, self.peer_port = body["first_seq"], body["port"]
-                    self.history = None if body["history"] is None else History(**body["history"])
-                    self._answered = True
+                    self._answer = msgspec.convert(body, Started)
                 case Kind.REFUSED:
-                    self._closing = self._answered = True
-                    self._refused = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
+                    self._reached(WriterLife.CLOSING)
+                    self._answer = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
                 case Kind.CLOSED:
                     if body["left"]:
                         left = f"{body['left']}; {self._care_of(body)}"
                         self.news.append(Notice("INFO" if body["said"] else "WARNING", left))
-                        self._goes_on = True
+                        self._reached(WriterLife.ALONE)
                         self._closed.set()
                 case Kind.EVENT:
                     self.news.append(events.from_json(body["event"]))
@@ -160,16 +188,16 @@ class WriterClient(abc.ABC):
 
     def _no_more(self, message: str, early: CkptError, *, expected: bool) -> None:
         """The writer has ended. `early`: what that means if it has not answered yet."""
-        if not self._answered:
-            self._refused = early
+        self._answer = self._answer or early
         self._lose(ErrorRecord(WriterError.code, message), expected=expected)
 
     def _lose(self, why: ErrorRecord, *, expected: bool) -> None:
         """No more messages will come. Open jobs fail with `why`; once, and with `WriterLost` unless `expected`."""
         with self._changed:
-            self._answered = True
             if self._lost is None:
-                self._lost, self.died = why, not expected
+                self._lost = why
+                if not expected:
+                    self._reached(WriterLife.DIED)
                 for job in self._open.values():
                     if expected:
                         self.news.append(
@@ -189,37 +217,36 @@ class WriterClient(abc.ABC):
             # In short waits: a signal that comes right before one is heard after it.
             while not self._closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
                 now = time.monotonic()
-                if now >= self._close_by or (not self._only_copies and hurries(False)):
+                if now >= self._close_by or (self._life < WriterLife.COPYING and hurries(False)):
                     self._say_left()
                     return False
-                if self._only_copies and now >= began + TELL_SECONDS and hurries(True):
+                if self._life >= WriterLife.COPYING and now >= began + TELL_SECONDS and hurries(True):
                     self._say_left()
-                    self._goes_on = True
+                    self._reached(WriterLife.ALONE)
                     return True
         except KeyboardInterrupt:
-            if not self._said_copies:
+            if self._life < WriterLife.ANNOUNCED:
                 raise
-            self._goes_on = True  # the user does not want to wait for further tiers
+            self._reached(WriterLife.ALONE)  # the user does not want to wait for further tiers
         return True
 
     def unwritten(self, timeout: float) -> str | None:
         """The line about a wait of at most `timeout` seconds; None: only copies are missing, which `copying` says."""
-        if self._only_copies:
+        if self._life >= WriterLife.COPYING:
             return None
         return f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
 
     def _say_left(self) -> None:
         """Say that the trainer waits for copies no more, once."""
-        if self._only_copies and not self._said_copies:
+        if self._life is WriterLife.COPYING:
             text = f"not everything is on the further tiers yet; {self._takes_care}"
             self._hear(channel.event(Notice("WARNING", text)))
 
     def _copies_remain(self, body: Body) -> None:
         """Take a `copying`, on the thread that hears it."""
-        self._only_copies = True
+        self._reached(WriterLife.ANNOUNCED if body["waits"] else WriterLife.COPYING)
         if not body["waits"]:
             return
-        self._said_copies = True
         wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
         announce(
             LOG,
@@ -263,10 +290,11 @@ class WriterClient(abc.ABC):
         """
         if self._foreign:
             return True
-        self._closing, began = True, time.monotonic()
+        self._reached(WriterLife.CLOSING)
+        began = time.monotonic()
         self._finish(why, failed=failed, keeps=keeps)
         closed = self._wait_for_the_end(timeout, hurries)
-        if not closed or self._goes_on:
+        if not closed or self._life is WriterLife.ALONE:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
             self._lose(ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone"), expected=True)
         return closed
@@ -303,8 +331,9 @@ class WriterClient(abc.ABC):
             trees: the skeletons of the top-level keys, in the state's order.
         """
         number, fd, nbytes = slot
-        gone, is_new = self._slots.difference(known), number not in self._slots
-        before, old = self._told
+        slots, before, old = self._told
+        gone = set(slots).difference(known)
+        is_new = number not in slots
         if not (gone or is_new or layout is not before or trees is not old):
             return
         body: Body = {"kind": Kind.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
@@ -312,7 +341,7 @@ class WriterClient(abc.ABC):
         body["keys"] = () if trees is old else tuple(trees)
         body["trees"] = {key: tree for key, tree in trees.items() if old.get(key) is not tree}
         self._tell(body, [fd] if is_new else [])
-        self._slots, self._told = self._slots - gone | {number}, (layout, trees)
+        self._told = ({*slots, number} - gone, layout, trees)
 
     def submit(self, job: PersistJob) -> None:
         """Queue a job; its `JobDone` will come.

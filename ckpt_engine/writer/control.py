@@ -219,7 +219,7 @@ class ControlHandlers:
         trainer_lives: Callable[[], bool],
         bye: Callable[[], object],
     ) -> None:
-        self._ranks, self._peers, self._memory, self._flush = queue.ranks, queue.peers, queue.held, queue.flush
+        self._ranks, self._peers, self._memory, self._flush = queue.config.ranks, queue.peers, queue.held, queue.flush
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
@@ -268,7 +268,7 @@ class ControlHandlers:
         if self._ranks.several:
             body["node"] = self._ranks.node
         if self._peers is not None:
-            body |= {"host": self._peers.host, "port": self._peers.port, "secret": self._ranks.session}
+            body |= {"host": self._peers.server.host, "port": self._peers.server.port, "secret": self._ranks.session}
             body |= {"group": list(self._peers.parity.group), "parity": self._peers.parity.ids()}
         return Reply(body)
 

@@ -10,11 +10,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_engine.copy.job import RankConfig, WriterConfig
+from ckpt_engine.copy.job import Started, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
@@ -70,17 +71,14 @@ class JobQueue(threading.Thread):
         caught_up: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(name="ckpt-writer", daemon=True)
-        self._memory = config.memory
-        self.ranks = config.ranks
+        self.config = config
         self._hooks = Hooks(config, emit)
         self._on_exit = on_exit
         self._on_open = on_open
         self._ids = Ids()
         self._intake = MessageDecoder()
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self._persister = Persister(
-            config, partial(self.held.recent.forward, self._hooks.emit), self._ids, self.held.spent
-        )
+        self._persister = Persister(config, partial(self.held.recent.forward, self._hooks.emit), self._ids)
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_QueueItem] = deque()
@@ -89,12 +87,13 @@ class JobQueue(threading.Thread):
         self._broken: str | None = None
         self._changed = threading.Condition()
         self.opened = False
-        self.peers = self._open_peers(config.ranks)
+        self.peers = self._open_peers()
         self.ended = False
         self.rescued_at: float | None = None
 
-    def _open_peers(self, ranks: RankConfig) -> Peers | None:
-        if not (ranks.mirrors and self._memory):
+    def _open_peers(self) -> Peers | None:
+        ranks = self.config.ranks
+        if not (ranks.mirrors and self.config.memory):
             return None
         from ckpt_engine.writer.peers import Peers
 
@@ -136,7 +135,7 @@ class JobQueue(threading.Thread):
                     return
                 self.held.pace = order.job.pace
                 # At once, not in the queue: the trainer fills the slot of the one before as soon as this was sent.
-                if self._memory and order.problem is None:
+                if self.config.memory and order.problem is None:
                     self.held.hold(order)
                     if self.peers is not None:
                         self.peers.offer(order)
@@ -188,7 +187,7 @@ class JobQueue(threading.Thread):
         A rank whose share is written does not know whether the snapshot of all ranks was committed; the first one does,
         unless nodes have roots of their own.
         """
-        newest, ranks = self.held.newest, self.ranks
+        newest, ranks = self.held.newest, self.config.ranks
         knows = ranks.rank == 0 and not ranks.places
         return newest is not None and not (newest.durable and knows)
 
@@ -214,7 +213,7 @@ class JobQueue(threading.Thread):
             self._finishing = self._abandoned = True
             self._persister.leave_alone()
             self._changed.notify()
-        if self._memory:
+        if self.config.memory:
             self.held.seal(self._persister.run)
 
     def disown(self) -> None:
@@ -224,7 +223,7 @@ class JobQueue(threading.Thread):
             self.held.close()
             self._finishing = True
             self._changed.notify()
-        if self._memory:
+        if self.config.memory:
             self.held.seal(self._persister.run)
 
     def skip_waiting(self) -> None:
@@ -233,7 +232,7 @@ class JobQueue(threading.Thread):
             self._todo.clear()
             self._finishing = self._hurried = True
             self._changed.notify()
-            nothing_to_rescue = not self._memory or self.rescued_at is not None
+            nothing_to_rescue = not self.config.memory or self.rescued_at is not None
         if nothing_to_rescue:
             self._persister.stop_draining()
 
@@ -241,8 +240,9 @@ class JobQueue(threading.Thread):
         """The thread."""
         broken: str | None = None
         try:
-            if self._open():
-                self._serve()
+            started = self._open()
+            if started is not None:
+                self._serve(started)
         except BaseException:  # noqa: BLE001 - reported to the trainer, which starts a new writer
             broken = traceback.format_exc()
         finally:
@@ -251,7 +251,7 @@ class JobQueue(threading.Thread):
             try:
                 self._persister.close()
                 self._hooks.finish(self._persister.ending if self.opened else None)
-                if broken is None:
+                if self.opened and broken is None:
                     self._persister.drain()
             except Exception:  # noqa: BLE001 - reported like any other: the trainer must not wait for a thread that is gone
                 broken = broken or traceback.format_exc()
@@ -268,28 +268,20 @@ class JobQueue(threading.Thread):
             if not self._abandoned:
                 self.held.close()
 
-    def _open(self) -> bool:
+    def _open(self) -> Started | None:
         try:
-            self._persister.open()
+            started = self._persister.open(self.held.spent)
         except CkptError as err:
             self._hooks.emit({"kind": Kind.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
-            return False
+            return None
         self._on_open()
         self.opened = True
-        port = self.peers.port if self.peers is not None else 0
-        history = self._persister.history
-        self._hooks.emit(
-            {
-                "kind": Kind.STARTED,
-                "first_seq": self._persister.first_seq,
-                "port": port,
-                "history": None if history is None else asdict(history),
-            }
-        )
-        return True
+        port = self.peers.server.port if self.peers is not None else 0
+        self._hooks.emit({"kind": Kind.STARTED, **asdict(replace(started, port=port))})
+        return started
 
-    def _serve(self) -> None:
-        self._persister.prepare()
+    def _serve(self, started: Started) -> None:
+        self._persister.prepare(started)
         self._on_news()
         while (turn := self._next()) is not None:
             try:
@@ -305,7 +297,7 @@ class JobQueue(threading.Thread):
             self._rescue()
 
     def _flush(self, order: StagedJob) -> None:
-        if self.ranks.several:
+        if self.config.ranks.several:
             self._save_held()
             return
         # The trainer cannot have filled the slot again: it sends a newer one before.
@@ -345,8 +337,10 @@ class JobQueue(threading.Thread):
             if self._abandoned:
                 self.held.sealed.wait(_SEAL_SECONDS)
             self._insist(orders)
-        if self._written and orders and self._persister.is_committed(orders[0]):
-            self.held.let_go()
+        if self._written and orders:
+            with suppress(CkptError):  # the tier does not answer: it stays for the next trainer
+                if self._persister.exists(orders[0].snapshot or ""):
+                    self.held.let_go()
 
     def _insist(self, orders: Sequence[StagedJob]) -> None:
         """Try, with some patience if the trainer is gone: what killed it may have hit the disk too."""

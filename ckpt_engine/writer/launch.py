@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +21,7 @@ from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.undo import on_failure
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, pidfd_of, readable
-from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
+from ckpt_engine.writer.client import REAP_SECONDS, WriterClient, WriterLife
 from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.messages import Body, Kind
 
@@ -39,10 +38,11 @@ class ThreadWriter(WriterClient):
     At the interpreter's exit it still finishes its jobs, for at most `drain_seconds`.
     """
 
+    _who = "the writer thread"
+    _continues = "continues it as long as this process lives"
+
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config.url)
-        self._who = "the writer thread"
-        self._takes_care = f"{self._who} continues it as long as this process lives, and then the next run does"
         self._queue = JobQueue(config, self._hear, self._ended)
 
     @classmethod
@@ -67,12 +67,65 @@ class ThreadWriter(WriterClient):
 
     def _ended(self, broken: str | None) -> None:
         message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"
-        self._no_more(message, WriterError(message), expected=self._closing and not broken)
+        self._no_more(message, WriterError(message), expected=self._life >= WriterLife.CLOSING and not broken)
         self._closed.set()
 
 
 class CannotSpawnError(WriterError):
     """A writer process cannot be started here, while a thread might do."""
+
+
+class WatchedProcess:
+    """The process of a writer: what it writes to its stderr, and its end. `process`: its stderr is a pipe.
+
+    Attributes:
+        process: for its number, and to kill it.
+        signs: descriptors that can be read where it has written something, or has ended.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        self.process = process
+        self._stderr = process.stderr
+        self._tail = b""
+        """What it has written last."""
+        self._exit_fd = pidfd_of(process.pid)
+        self.signs = {self._stderr.fileno(), *([] if self._exit_fd is None else [self._exit_fd])}
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    def read(self, ready: set[int]) -> None:
+        """Take what it has written, if that is among what is ready."""
+        stderr = self._stderr.fileno()
+        if stderr in ready:
+            text = os.read(stderr, 1 << 16)
+            self._tail = (self._tail + text)[-_TAIL_BYTES:]
+            if not text:
+                self.signs.discard(stderr)
+
+    def has_ended(self, ready: set[int], *, connected: bool) -> bool:
+        """Whether it has or, where that cannot be watched, has closed its socket."""
+        return not connected if self._exit_fd is None else self._exit_fd in ready
+
+    def reap(self) -> tuple[int | None, str]:
+        """Its exit status, None: it hangs; and what it has written last."""
+        try:
+            status: int | None = self.process.wait(REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
+        return status, self._tail.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Watch it no more."""
+        if self._exit_fd is not None:
+            os.close(self._exit_fd)
+        self._stderr.close()
 
 
 class ProcessWriter(WriterClient):
@@ -85,15 +138,9 @@ class ProcessWriter(WriterClient):
 
     def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
         super().__init__(config.url)
-        self._who = f"the writer process {process.pid}"
-        self._takes_care = f"{self._who} continues it, and then the next run does"
-        self._process = process
+        self._watched = WatchedProcess(process)
         self._channel = channel
         self._leaving = False
-        self._abandoned = False
-        self._tail, self._complains = b"", True
-        """What it has written to its stderr last; whether that is open."""
-        self._exit_fd = pidfd_of(process.pid)
         # A daemon: the trainer's exit must not wait for it. It only ever waits for its descriptors.
         self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
 
@@ -123,14 +170,17 @@ class ProcessWriter(WriterClient):
     @property
     def pid(self) -> int:
         """The writer's process id."""
-        return self._process.pid
+        return self._watched.process.pid
+
+    @property
+    def _who(self) -> str:
+        return f"the writer process {self.pid}"
 
     def close(self, timeout: float, **how: Any) -> bool:
         closed = super().close(timeout, **how)
-        if closed and not self._goes_on:
+        if closed and self._life is not WriterLife.ALONE:
             self._listener.join(REAP_SECONDS)
         else:
-            self._abandoned = True
             self._channel.wake()
         return closed
 
@@ -151,74 +201,48 @@ class ProcessWriter(WriterClient):
             self._hear_all()
             self._reap()
         except Exception as err:  # noqa: BLE001 - every open job learns of it; such a writer is of no use any more
-            self._process.kill()
+            self._watched.process.kill()
             self._reap(because=f"sent an invalid message: {ErrorRecord.of(err).message}")
         finally:
             self._channel.close()
-            if self._exit_fd is not None:
-                os.close(self._exit_fd)
-            if self._process.stderr is not None:
-                self._process.stderr.close()
+            self._watched.close()
             self._closed.set()
 
     def _hear_all(self) -> None:
-        """Hear until the process has ended or, where that cannot be watched, has closed its socket."""
-        stderr = self._process.stderr
-        assert stderr is not None
-        os.set_blocking(stderr.fileno(), False)
+        """Hear until the process has ended."""
         connected, looks, look_at = True, 0, time.monotonic() + _LOOK_SECONDS
         while True:
-            watched = [stderr.fileno()] if self._complains else []
-            watched += [] if self._exit_fd is None else [self._exit_fd]
-            if connected and self._abandoned:
+            if connected and self._lost is not None:  # the trainer has left it
                 self._channel.close()
                 connected = False
             if connected:
-                received, connected, ready = self._channel.exchange(_LOOK_SECONDS, *watched)
+                received, connected, ready = self._channel.exchange(_LOOK_SECONDS, *self._watched.signs)
                 for item in received:
                     self._hear(item.body)
                 if not connected and self._leaving:  # what is to become durable is, and the rest is served
-                    self._goes_on = True
+                    self._reached(WriterLife.ALONE)
                     self._closed.set()
             else:
-                ready = readable(_LOOK_SECONDS, *watched)
+                ready = readable(_LOOK_SECONDS, *self._watched.signs)
             if time.monotonic() >= look_at:
-                looks, look_at = looks + 1 if self._is_stopped else 0, time.monotonic() + _LOOK_SECONDS
+                looks, look_at = looks + 1 if self._watched.is_stopped else 0, time.monotonic() + _LOOK_SECONDS
                 if looks == _LOOKS:
                     self._say_stopped()
-            if stderr.fileno() in ready:
-                self._read(stderr.fileno())
-            if self._exit_fd in ready or (self._exit_fd is None and not connected):
+            self._watched.read(ready)
+            if self._watched.has_ended(ready, connected=connected):
                 return
-
-    @property
-    def _is_stopped(self) -> bool:
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
-            return False
 
     def _say_stopped(self) -> None:
         """Nothing else does: its socket takes what it is sent, and snapshots are busy."""
         text = f"{self._who} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
         self._hear(channel.event(Notice("WARNING", f"{text} {self.pid}` resumes it")))
 
-    def _read(self, stderr: int) -> None:
-        with suppress(BlockingIOError):
-            text = os.read(stderr, 1 << 16)
-            self._tail = (self._tail + text)[-_TAIL_BYTES:]
-            self._complains = bool(text)
-
     def _reap(self, because: str | None = None) -> None:
-        try:
-            status = self._process.wait(REAP_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = None
+        status, tail = self._watched.reap()
         ended = because or _describe(status)
-        tail = self._tail.decode(errors="replace").strip()
         message = f"{self._who} {ended}" + (f":\n{tail}" if tail else "")
         early = CannotSpawnError(f"{message} (before it was ready)")
-        self._no_more(message, early, expected=self._closing and status == 0)
+        self._no_more(message, early, expected=self._life >= WriterLife.CLOSING and status == 0)
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:

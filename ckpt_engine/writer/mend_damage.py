@@ -19,29 +19,36 @@ from ckpt_engine.store.storage import open_storage
 
 
 def mend_damage(
-    config: WriterConfig,
+    places: Iterable[Repository],
     damaged: Iterable[str],
     check_lease: Callable[[], object],
     emit: Callable[[Event], object],
-) -> None:
-    """Replace damaged data files of the nearest tier by the same bytes, as far as parity or further tiers have them.
+) -> set[str]:
+    """Replace damaged data files of the first place by the same bytes, as far as parity or the others have them.
 
     Args:
+        places: the others in the order in which they are asked.
         damaged: the names of the files.
-        check_lease: raises `LeaseHeldError` if the tier is not ours any more.
+        check_lease: raises `LeaseHeldError` if the first place is not ours any more.
         emit: takes a notice for each file; may be called on any thread.
+
+    Returns:
+        The names of those that are mended.
     """
-    further = (open_storage(tier.url, tier.storage_options) for tier in config.tiers)
-    place, *sources = map(Repository, (open_storage(config.url, config.storage_options), *further))
+    place, *sources = places
+    mended = set[str]()
     for name in damaged:
         what = f"{name} at {units.place(place.storage.url)}"
         try:
             with suppress(StorageMissingError), whole_file(place, sources, name) as (image, source):
                 check_lease()
                 place.storage.put(name, [image], exclusive=False)
+                place.damage.mended(name)
+                mended.add(name)
                 emit(Notice("INFO", f"{what} was damaged and is mended from {units.place(source)}"))
         except Exception as err:  # noqa: BLE001 - reported, as no caller waits for it
             emit(Notice("WARNING", f"{what} is not mended: {ErrorRecord.of(err).message}"))
+    return mended
 
 
 def complete_parity(config: WriterConfig, check_lease: Callable[[], object], emit: Callable[[Event], object]) -> None:

@@ -83,7 +83,7 @@ class Peers:
 
     Attributes:
         parity: what is kept for others.
-        host, port: where other writers reach this one.
+        server: where other writers reach this one.
         answer: what the control socket would answer, once there is one.
     """
 
@@ -115,8 +115,7 @@ class Peers:
         self._mirror = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
         # All ranks tell rank 0's writer what was kept.
         where = ranks.address or "127.0.0.1"
-        self._server = Server(where, ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
-        self.host, self.port = self._server.host, self._server.port
+        self.server = Server(where, ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
 
     def meet(self, body: Body) -> None:
         """The ranks have said where everybody is.
@@ -138,7 +137,12 @@ class Peers:
         if body["moved"]:
             # Those that send their shares here, and all who say to rank 0 that theirs were kept.
             others = senders if self._ranks.rank else range(1, self._ranks.size)
-            me = {"what": "moved", "rank": self._ranks.rank, "port": self.port, "host": addresses[self._ranks.rank][0]}
+            me = {
+                "what": "moved",
+                "rank": self._ranks.rank,
+                "port": self.server.port,
+                "host": addresses[self._ranks.rank][0],
+            }
             there = [addresses[one] for one in others]
             threading.Thread(target=self._tell, args=(there, me), name="ckpt-moved", daemon=True).start()
 
@@ -162,7 +166,7 @@ class Peers:
         if self._keepers:
             self._mirror.join(_END_SECONDS)
         self._lead.hang_up()
-        self._server.close()
+        self.server.close()
         self.parity.close()
 
     def _serve(self, request: dict[str, Any], line: PeerConnection) -> None:

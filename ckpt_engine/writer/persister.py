@@ -7,14 +7,14 @@ the trainer's process, nor of sockets: jobs come in, messages go out through `em
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
-from ckpt_engine.copy.job import ErrorRecord, History, PersistJob, RankConfig, WriterConfig
+from ckpt_engine.copy.job import ErrorRecord, PersistJob, RankConfig, Started, WriterConfig
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
 from ckpt_engine.errors import (
@@ -61,50 +61,43 @@ class Persister:
     Args:
         emit: takes the messages to the trainer (see `channel`); may be called on any thread, and never waits.
         ids: numbers the snapshots.
-        spent: what the trainer says of its time.
 
     Every method is called by one thread, the same one, in the order of the protocol.
     """
 
-    run: RunText
-    """Of the run, from `open` on; only with `WriterConfig.memory`."""
-
-    history: History | None = None
-    """What earlier ones have left, from `open` on; None: nothing, or this rank does not write there."""
-
     ending: str | None = None
     """How the attempt of the trainer ends, one of `events.ENDS`; to be set before `close`. None: not known."""
 
-    def __init__(
-        self, config: WriterConfig, emit: Emit, ids: Ids, spent: Callable[[], SpentTimes | None] = lambda: None
-    ) -> None:
+    def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
         self._config = config
         self._emit = emit
         self._report = Reporter(lambda event: emit(channel.event(event)))
         self._ids = ids
-        self._spent = spent
-        self.first_seq = 0
-        """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
         self._holds = SlotReaders(lambda slot: self._emit({"kind": Kind.FREED, "slot": slot}))
-        self._secondary: SecondaryTiers | None = None
+        self._secondary = SecondaryTiers(config, self._report.emit)
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
-        self._waited_for: set[str] = set()
-        """Further tiers that the trainer says it waits for at its end."""
-        self._opened = self._finishing = self._stopped = False
+        self._opened = False
         self._alone = threading.Event()
         self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
         self._attempts: AttemptRecord | None = None
-        self._has_parity = config.parity is not None and config.ranks.leads
-        self._parity: Sequence[Future[None]] = ()
-        """The thread that makes it, if there has been one."""
+        self._parity: Sequence[Future[None]] | None = () if config.parity is not None and config.ranks.leads else None
+        """The thread that makes it, if there has been one; None: this writer makes none."""
 
-    def open(self) -> None:
-        """Take the lease and make the run's folder ready.
+    @property
+    def run(self) -> RunText:
+        """Of the run, from `open` on."""
+        return self._primary.run
+
+    def open(self, spent: Callable[[], SpentTimes | None] = lambda: None) -> Started:
+        """Take the lease and make the run's folder ready. Several ranks number snapshots from the first number on.
+
+        Args:
+            spent: what the trainer says of its time.
 
         Raises:
             LeaseHeldError: another writer holds it, naming it.
-        ConfigError: it cannot be sealed.
+            ConfigError: it cannot be sealed.
             ForeignError, CorruptError, NewerFormatError: the folder is not ours to write.
             StorageError: it cannot be written.
         """
@@ -120,17 +113,16 @@ class Persister:
         self._lane = lane = StuckCallRunner(plain.url)
         self.rows = RowFile(plain, self._report.emit)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
+        self._secondary.place(plain, holder)
         ranks = config.ranks
-        if not ranks.leads:
-            self._open_share(Repository(storage))
-            return
-        secondary = None
-        if config.tiers:
-            for tier in config.tiers:
-                require_served(tier.url, tier.storage_options)
-            self._make_secondary = partial(SecondaryTiers, config, plain, holder, self._report.emit)
-            # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
-            secondary = self._make_secondary() if ranks.several else None
+        if not ranks.leads:  # another rank's writer has the lease
+            self._primary = self._tier_at(Repository(storage), None, None, KeepAll(), None)
+            self._opened = True
+            return Started(0, None)
+        for tier in config.tiers:
+            require_served(tier.url, tier.storage_options)
+        if ranks.several:  # they have to know the run; else the trainer does not wait for slow imports
+            self._secondary.open()
         pause = waiting(plain, holder, config.lease_wait_seconds, self._report.emit)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
@@ -138,25 +130,21 @@ class Persister:
             repository = Repository(storage)
             if ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            if secondary is None:  # the trainer does not wait for other tiers to say which run this is
+            if self._secondary.replicators:
+                repository = self._secondary.join_run(repository, say=True)
+                self._secondary.start()
+            else:  # the trainer does not wait for other tiers to say which run this is
                 repository.create_if_absent()
-            else:
-                repository = secondary.join_run(repository, say=True)
-                secondary.start()
-            self._secondary = secondary
-            self.first_seq = repository.next_seq()
-            self.history = history_of(repository)
-            in_flight = self._recover(repository, ranks) if ranks.several else None
-            if not config.tiers:
-                self._ids.begin(self.first_seq)
+            first_seq = repository.next_seq()
+            history = history_of(repository)
+            in_flight, first_seq = self._recover(repository, ranks, first_seq) if ranks.several else (None, first_seq)
             if config.memory:
-                self.run = RunText.of(repository)
                 for newest in repository.ids()[-1:]:
                     self._report.emit(SnapshotFound(newest.id, newest.step, config.url))
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
             self._attempts = AttemptRecord(
-                plain, holder, ranks.size, self._primary.check_lease, self._report.emit, self._spent
+                plain, holder, ranks.size, self._primary.check_lease, self._report.emit, spent
             )
             self._attempts.begin()
             if len(ranks.places) > 1 and not (ranks.rank or config.tiers):
@@ -167,26 +155,23 @@ class Persister:
                 self._report.emit(Notice("INFO", text))
             self._opened = True
             undo.pop_all()
+        return Started(first_seq, history)
 
-    def _open_share(self, repository: Repository) -> None:
-        """Another rank's writer has the lease."""
-        self._primary = self._tier_at(repository, None, None, KeepAll(), None)
-        if self._config.memory:
-            self.run = RunText.of(repository)
-        self._opened = True
-        self._ids.begin(0)
+    def _recover(self, repository: Repository, ranks: RankConfig, first_seq: int) -> tuple[SessionSnapshots, int]:
+        """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched.
 
-    def _recover(self, repository: Repository, ranks: RankConfig) -> SessionSnapshots:
-        """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
-        further = 0 if self._secondary is None else self._secondary.next_seq()
-        self.first_seq = max(self.first_seq, further, ranks.first_seq or 0)
-        in_flight = SessionSnapshots(ranks.session, self.first_seq if ranks.first_seq is None else ranks.first_seq)
-        found = part_records.recover(repository, in_flight)
-        self.first_seq = max(self.first_seq, repository.next_seq())
-        for snapshot, exists in found:
+        Args:
+            first_seq: the lowest number that is free at the nearest tier.
+
+        Returns:
+            What the living session may be writing, and the lowest number that is free everywhere.
+        """
+        first_seq = max(first_seq, self._secondary.next_seq(), ranks.first_seq or 0)
+        in_flight = SessionSnapshots(ranks.session, first_seq if ranks.first_seq is None else ranks.first_seq)
+        for snapshot, exists in part_records.recover(repository, in_flight):
             what = "written by all ranks and is committed now" if exists else "not written by all ranks and is dropped"
             self._report.warn(f"{snapshot} was {what}")
-        return in_flight
+        return in_flight, max(first_seq, repository.next_seq())
 
     def leave_alone(self) -> None:
         """The trainer is gone: others are not waited for long any more. Any thread may call this."""
@@ -215,15 +200,25 @@ class Persister:
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
         aside = GuardedReader(Repository(storage), reads, self._lane.progress)
         return PrimaryTier(
-            self._config, repository, lease, again, policy, aside, self._report.emit, self._gone, in_flight, self._alone
+            self._config,
+            repository,
+            lease,
+            again,
+            policy,
+            aside,
+            self._report.emit,
+            self._secondary.gone,
+            in_flight,
+            self._alone,
         )
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
         if self._held_back is not None:
             self._prune(self._held_back)
-        if self._has_parity and self._opened and self.ending != GONE:  # else the next attempt must not wait for it
-            self._add_parity(self._config.end_wait_seconds)
+        # Where the trainer is gone the next attempt must not wait for it.
+        if self._parity is not None and self._opened and self.ending != GONE:
+            self._add_parity(self._parity, self._config.end_wait_seconds)
             wait(self._parity, self._config.end_wait_seconds)
         if self._opened and not self._lane.last(self._release):
             self._opened = False
@@ -253,65 +248,59 @@ class Persister:
         Nearer places are free for another writer meanwhile: only the leases of further tiers are still taken.
         """
         hanging = [Unfinished(self._lane.url, (), "it hangs")] if self._opened and self._lane.stuck else []
-        if self._secondary is not None:
-            self._emit_copying(())
-            self._secondary.drain(self._config.drain_seconds, bool(hanging), self._emit_closed, self._emit_copying)
+        waited_for = set[str]()
+        if self._secondary.replicators:
+            self._emit_copying(waited_for, ())
+            self._secondary.drain(
+                self._config.drain_seconds,
+                bool(hanging),
+                partial(self._emit_closed, waited_for),
+                partial(self._emit_copying, waited_for),
+            )
         elif hanging:
-            self._emit_closed(hanging)
+            self._emit_closed(waited_for, hanging)
 
     def stop_draining(self) -> None:
         """Leave further tiers as they are. Any thread may call this."""
-        self._stopped = True
-        if self._secondary is not None:
-            self._secondary.stop()
+        self._secondary.stop()
 
-    def prepare(self) -> None:
-        """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
-        if self._secondary is None and self._config.tiers and self._config.ranks.leads:
-            self._begin_secondary()
-        if self._secondary is not None:
-            self._ids.begin(max(self.first_seq, self._secondary.next_seq()))
+    def prepare(self, started: Started) -> None:
+        """Once after `open`, which has returned `started`, before any message: what takes time.
+
+        Raises:
+            CkptError: the nearest tier cannot join the run.
+        """
+        if self._config.tiers and not self._config.ranks.several:
+            self._begin_secondary(started)
+        self._ids.begin(max(started.first_seq, self._secondary.next_seq()))
         try:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
             self._primary_failed(err)
-        if self._has_parity:
-            self._add_parity()
+        if self._parity is not None:
+            self._add_parity(self._parity)
 
-    def _begin_secondary(self) -> None:
+    def _begin_secondary(self, started: Started) -> None:
         try:
-            self._secondary = secondary = self._make_secondary()
+            self._secondary.open()
         except StorageError as err:  # a library that is there, and cannot be imported
             for tier in self._config.tiers:
                 self._report.emit(TierDegraded(tier.url, err.code, str(err), tier.fatal))
-            self._ids.begin(self.first_seq)
             return
-        if self._finishing:
-            secondary.finish()
-        joins = self.history is None  # it has no snapshots that say which run this is
+        joins = started.history is None  # it has no snapshots that say which run this is
         if joins:
-            secondary.survey()
+            self._secondary.survey()
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
-        repository = self._lane.call(partial(secondary.join_run, Repository(storage)))
+        repository = self._lane.call(partial(self._secondary.join_run, Repository(storage)))
         if joins:
             self._primary.settle_at(repository)
-            if self._config.memory:
-                self.run = secondary.run
-        secondary.start()
-        if self._stopped:
-            secondary.stop()
-
-    def _gone(self, snapshots: Sequence[str]) -> None:
-        if self._secondary is not None:
-            self._secondary.gone(snapshots)
+        self._secondary.start()
 
     def finish(self) -> None:
         """The trainer is about to end, and does not wait for tiers that give no sign. Any thread may call this."""
-        self._finishing = True
         if self._attempts is not None:
             self._attempts.note()
-        if self._secondary is not None:
-            self._secondary.finish()
+        self._secondary.finish()
 
     def persist(self, order: StagedJob) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
@@ -361,20 +350,13 @@ class Persister:
             return False
         return True
 
-    def is_committed(self, order: StagedJob) -> bool:
-        """Whether the snapshot of all ranks exists; False where the tier does not answer."""
-        try:
-            return self.exists(order.snapshot or "")
-        except CkptError:
-            return False
-
     def look(self) -> There:
         """Who has left which share at the nearest tier. Raises `CkptError`, like the three that follow."""
         return self._lane.call(lambda: part_records.there(self._primary.repository.storage))
 
     def exists(self, snapshot: str) -> bool:
         """Whether the snapshot of all ranks is committed there."""
-        return self._lane.call(lambda: any(info.id == snapshot for info in self._primary.repository.list()))
+        return self._lane.call(lambda: any(one.id == snapshot for one in self._primary.repository.ids()))
 
     def leave(self, order: StagedJob) -> None:
         """Make a share durable, and say so; only that again if it was left before."""
@@ -398,26 +380,29 @@ class Persister:
         damaged = self._primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
-        if self._secondary is not None:
+        if self._secondary.replicators:
             self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
-        if damaged and (self._secondary is not None or self._has_parity):
-            work = partial(mend_damage, self._config, sorted(damaged), self._primary.check_lease, self._report.emit)
+        if damaged and (self._secondary.replicators or self._parity is not None):
+            config = self._config
+            tiers = [(config.url, config.storage_options), *((one.url, one.storage_options) for one in config.tiers)]
+            places = (Repository(open_storage(*one)) for one in tiers)  # on that thread
+            work = partial(mend_damage, places, sorted(damaged), self._primary.check_lease, self._report.emit)
             ask_apart(work, "ckpt-mend")
 
-    def _add_parity(self, wait_seconds: float = 0.0) -> None:
-        """Begin to make the parity that data files lack, unless that is under way still after so long."""
-        wait(self._parity, wait_seconds)
-        if all(one.done() for one in self._parity):
+    def _add_parity(self, making: Sequence[Future[None]], wait_seconds: float = 0.0) -> None:
+        """Begin to make the parity that data files lack, unless `making` it is under way still after so long."""
+        wait(making, wait_seconds)
+        if all(one.done() for one in making):
             work = partial(complete_parity, self._config, self._primary.check_lease, self._report.emit)
             self._parity = [ask_apart(work, "ckpt-parity")]
 
     def _committed(self, snapshot: str) -> None:
         self.rows.committed.set()
-        if self._secondary is not None:
+        if self._secondary.replicators:
             self._secondary.committed(snapshot)
         self._prune(snapshot)
-        if self._has_parity:
-            self._add_parity()
+        if self._parity is not None:
+            self._add_parity(self._parity)
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
         """Write the snapshot to the nearest tier, or to the next one that works; whether it was the nearest.
@@ -437,20 +422,23 @@ class Persister:
 
     def _make_durable_elsewhere(self, staged: Staged, error: Exception) -> SnapshotCommitted | None:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
-        secondary = None if self._config.ranks.several else self._secondary  # the other ranks would not know where
-        if secondary is None or not isinstance(error, StorageError | LeaseHeldError | FormatError):
+        if (
+            not self._secondary.replicators
+            or self._config.ranks.several  # the others would not know where
+            or not isinstance(error, StorageError | LeaseHeldError | FormatError)
+        ):
             return None
-        secondary.primary_failed(error)
+        self._secondary.primary_failed(error)
         if self._config.fatal:
             return None
-        for replicator in secondary.working():
+        for replicator in self._secondary.working():
             tier = replicator.tier
             try:
-                committed = self._in_lane(tier.direct, staged, partial(tier.write, staged))
+                committed = self._in_lane(tier.place.direct_lane, staged, partial(tier.write, staged))
             except Exception as err:  # noqa: BLE001 - reported as the failure of that tier; the next one may do
                 replicator.failed(err)
                 continue
-            secondary.committed_elsewhere(staged.snapshot)
+            self._secondary.committed_elsewhere(staged.snapshot)
             return committed
         return None
 
@@ -469,7 +457,7 @@ class Persister:
 
     def _prune(self, newest: str) -> None:
         """What follows a commit."""
-        protected = {} if self._secondary is None or self._primary.keeps_all else self._secondary.protected()
+        protected = {} if self._primary.keeps_all or not self._secondary.replicators else self._secondary.protected()
         self._held_back = newest if protected else None
         try:
             self._lane.call(partial(self._primary.prune, newest, protected))
@@ -477,7 +465,7 @@ class Persister:
             self._primary_failed(err)
 
     def _primary_failed(self, err: StorageStalledError) -> None:
-        if self._secondary is not None:
+        if self._secondary.replicators:
             self._secondary.primary_failed(err)
         else:
             self._report.warn(err.message)
@@ -491,12 +479,14 @@ class Persister:
 
         self._holds.settle(job.slot, tell)
 
-    def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
-        said = all(one.url in self._waited_for and one.why is None for one in unfinished)
+    def _emit_closed(self, waited_for: Collection[str], unfinished: Sequence[Unfinished]) -> None:
+        """What is left undone. `waited_for`: the further tiers that the trainer was said to wait for."""
+        said = all(one.url in waited_for and one.why is None for one in unfinished)
         left = f"not everything is on {'; nor on '.join(one.text() for one in unfinished)}" if unfinished else ""
         self._emit({"kind": Kind.CLOSED, "left": left, "said": said, "copies": True})
 
-    def _emit_copying(self, late: Sequence[Unfinished]) -> None:
+    def _emit_copying(self, waited_for: set[str], late: Sequence[Unfinished]) -> None:
+        """What the trainer waits for; `waited_for` takes these further tiers."""
         waits = f"the last copies to {' and '.join(one.amount() for one in late)}" if late else ""
-        self._waited_for |= {one.url for one in late}
+        waited_for.update(one.url for one in late)
         self._emit({"kind": Kind.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})

@@ -112,7 +112,6 @@ class PrimaryTier:
         self._device = device_of(folder.root) if (folder := repository.storage.capabilities.locks) else None
         self._report = Reporter(emit)
         self._made_room = made_room
-        self._parity = config.parity if lease is not None else None
         self._aside = aside
         self.swept = self._warned = False
         """What earlier writers have left was removed; to be unset where the disk is full, or has failed."""
@@ -144,7 +143,7 @@ class PrimaryTier:
     def settle_at(self, repository: Repository) -> None:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
         self.repository = repository
-        self._run = None if self._lease is None else RunText.of(repository)
+        self.run = RunText.of(repository)
         self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
         days = Retention.of(self._policy).protect_days
@@ -156,11 +155,12 @@ class PrimaryTier:
         older is not what a lost common one would be missed for, and what some node lacks is not either.
 
         Returns:
-            The damaged files that were not known to be so.
+            The damaged files that it had not reported before.
         """
-        unknown = set(damaged) - self.repository.damaged
+        unknown = set(damaged) - self.repository.damage.found
         self._line = line
-        self.repository.damaged.update(damaged)
+        self.repository.damage.found.update(damaged)
+        self.repository.damage.files.update(damaged)
         self._lacked.update(lacked)
         self._common_seq = max(self._common_seq, names.seq_of(common))
         return unknown
@@ -291,8 +291,8 @@ class PrimaryTier:
         repository, nbytes = self.repository, contents.new_bytes
         if self._finish.is_shared:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._config.ranks.members)
-        if self._parity is not None:
-            nbytes += more_bytes(self._parity, nbytes)
+        if self._config.parity is not None:
+            nbytes += more_bytes(self._config.parity, nbytes)
         if not self._warned:
             self._warned = True
             if (short := shortage(repository, self._policy, nbytes)) is not None:
@@ -336,7 +336,7 @@ class PrimaryTier:
             with where_permitted(self.repository, self._report.warn):
                 collected = collect(self.repository, self._lease, in_flight=self._finish.in_flight)
                 self._report.emit_all(collected.events(self._config.url))
-                if self._parity is not None:
+                if self._config.parity is not None:
                     copy_manifests(self.repository)
         except AbandonedError:
             self.swept = False
@@ -346,12 +346,13 @@ class PrimaryTier:
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
         """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
         self._look_back()
-        if self._parity is not None:
+        if self._lease is None:
+            return
+        if self._config.parity is not None:
             with suppress(StorageError, AbandonedError):  # the next one makes up for it
                 copy_manifests(self.repository)
         if self.keeps_all:
             return
-        assert self._lease is not None
         try:
             with suppress(AbandonedError), where_permitted(self.repository, self._report.warn):
                 pruned = prune(
@@ -415,7 +416,7 @@ class PrimaryTier:
         try:
             self._lease.check()
         except LeaseHeldError:
-            if self._run is None or self._acquire is None:
+            if self._acquire is None:
                 raise
             storage = self.repository.storage
             self._let_go()
@@ -428,7 +429,7 @@ class PrimaryTier:
                 ) from None
             self._lease = self._acquire()
             with on_failure(self._let_go):  # kept, it would look as if all of this were done
-                self.settle_at(adopt_run(self._run, storage))
+                self.settle_at(adopt_run(self.run, storage))
             if removed:
                 self._report.warn(
                     f"{self._tier} was removed while it was written: it is made again, and the snapshots it had are "

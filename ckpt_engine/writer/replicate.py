@@ -17,8 +17,8 @@ from ckpt_engine.store.storage.base import SLICE_BYTES, Throttle
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.retries import GrowingPauses, asking
 from ckpt_engine.store.storage.watchdog import AbandonedError
+from ckpt_engine.writer.copy_target import CopyTarget
 from ckpt_engine.writer.run_records import TierHealth, TierStatus, Unfinished
-from ckpt_engine.writer.secondary_tier import SecondaryTier
 
 _uniform = random.SystemRandom().uniform
 PAUSES = GrowingPauses(1.0, 60.0)
@@ -132,7 +132,7 @@ class Replicator(threading.Thread):
 
     def __init__(
         self,
-        tier: SecondaryTier,
+        tier: CopyTarget,
         gate: CopyThrottle,
         emit: Callable[[Event], object],
         changed: Callable[[], object],
@@ -167,7 +167,7 @@ class Replicator(threading.Thread):
             self._finishing_at = time.monotonic()
             self._finishing = self._hurried = True
             self._changed.notify_all()
-        self.tier.copies.look()
+        self.tier.place.copy_lane.look()
 
     def stop(self) -> None:
         """End, leaving a copy under way unfinished."""
@@ -175,11 +175,11 @@ class Replicator(threading.Thread):
         with self._changed:
             self._hurried = True
             self._changed.notify_all()
-        self.tier.copies.look()
+        self.tier.place.copy_lane.look()
 
     def drop(self, snapshots: Collection[str]) -> None:
         """These snapshots are gone where they were copied from: stop, so that their memory and disk are freed."""
-        copying = self.tier.copying
+        copying = self.tier.progress.copying
         if copying is not None and copying.id in snapshots:
             self._gate.drop()
 
@@ -191,12 +191,14 @@ class Replicator(threading.Thread):
     @property
     def works(self) -> bool:
         """Whether the tier is open, and did not fail last time or hangs only in what is copied there."""
-        return self.tier.is_open and not self.tier.direct.stuck and (self._health.error is None or self.hangs)
+        return (
+            self.tier.is_open and not self.tier.place.direct_lane.stuck and (self._health.error is None or self.hangs)
+        )
 
     @property
     def silent(self) -> bool:
         """Whether it leaves what it is asked without a sign, for longer than a trainer that ends waits."""
-        return self.tier.signs.silent_seconds >= SILENT_SECONDS
+        return self.tier.place.signs.silent_seconds >= SILENT_SECONDS
 
     @property
     def hangs(self) -> bool:
@@ -218,20 +220,20 @@ class Replicator(threading.Thread):
 
     def status(self) -> TierStatus:
         """How the tier is."""
-        tier = self.tier
-        waiting, newest, copying = tier.waiting, tier.newest, tier.copying
+        progress, why = self.tier.progress, self.tier.encoding.why
+        waiting, newest, copying = progress.waiting, progress.newest, progress.copying
         return self._health.status(
             newest=newest.id if newest else None,
             copying=copying.id if copying else None,
             waiting=len(waiting),
             waiting_bytes=sum(info.nbytes for info in waiting),
-            sent_bytes=tier.sent_bytes,
-            encoding=tier.encoding.why or None,
+            sent_bytes=progress.sent_bytes,
+            encoding=why or None,
         )
 
     def unfinished(self, newest: str | None) -> Unfinished:
         """What the tier is left without; `newest` is that of the nearest one, which may not have been looked at yet."""
-        error, there, waiting = self._health.error, self.tier.newest, self.tier.waiting
+        error, there, waiting = self._health.error, self.tier.progress.newest, self.tier.progress.waiting
         lacks = tuple(info.id for info in waiting)
         seen = newest in lacks or (lacks and not self._woken) or (there is not None and there.id == newest)
         if newest is not None and not seen:
@@ -255,7 +257,7 @@ class Replicator(threading.Thread):
             assert state in NEXT[self.state], f"{state} after {self.state}"
             self.state = state
             if state in (TierState.RESTING, TierState.FAILED):
-                self.idle = state is TierState.RESTING and not self.tier.waiting and not self._woken
+                self.idle = state is TierState.RESTING and not self.tier.progress.waiting and not self._woken
             self.settled = self.settled or settled
         self._tell()
 
@@ -265,7 +267,7 @@ class Replicator(threading.Thread):
         self._gate.reopen()
         advance = asking()(self.tier.advance)  # it is tried again anyway
         try:
-            more = self.tier.copies.call(advance, left=self._came_back, give_up=self._give_up)
+            delay = self.tier.place.copy_lane.call(advance, left=self._came_back, give_up=self._give_up)
         except (CopyStoppedError, AbandonedError):
             return 0.0
         except TierLeftError:
@@ -284,11 +286,10 @@ class Replicator(threading.Thread):
         else:
             self._failures = 0
             self._health.worked()
-            if more:
+            if delay == 0.0:
                 self._tell()
-                return 0.0
-            delay = self.tier.next_look_seconds
-            if delay is not None and self.tier.waiting:  # for what others have to do first
+                return delay
+            if delay is not None and self.tier.progress.waiting:  # for what others have to do first
                 finishing = finishing and time.monotonic() > self._finishing_at + PATIENCE_SECONDS
             self._go(TierState.RESTING, settled=finishing)
             return delay
@@ -316,7 +317,7 @@ class Replicator(threading.Thread):
     def _release(self) -> None:
         """Give back the lease; a tier that hangs does so when it has ended."""
         with suppress(StorageStalledError):  # reported as hanging, or in no hurry
-            self.tier.copies.call(asking()(self.tier.release))
+            self.tier.place.copy_lane.call(asking()(self.tier.release))
 
     def _sleep(self, seconds: float | None) -> None:
         with self._changed:

@@ -176,17 +176,17 @@ class StatusWriter:
         self._holder = holder
         self._now = now
         self._report = Reporter(emit)
-        self._changed = threading.Condition()
-        self._news = self._ending = False
+        self._lock = threading.Lock()
+        self._noted = threading.Event()
+        self._ending = False
         self._thread: threading.Thread | None = None
 
     def note(self) -> None:
         """Something has changed. Any thread; never waits."""
         if self._folder is None:
             return
-        with self._changed:
-            self._news = True
-            self._changed.notify()
+        self._noted.set()
+        with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ckpt-status", daemon=True)
                 self._thread.start()
@@ -201,9 +201,9 @@ class StatusWriter:
     def _run(self) -> None:
         ended = False
         while not ended:
-            with self._changed:
-                self._changed.wait_for(lambda: self._news, _IDLE_SECONDS)
-                self._news, ended = False, self._ending
+            self._noted.wait(_IDLE_SECONDS)
+            self._noted.clear()
+            ended = self._ending
             self._write(ended)
 
     def _write(self, ended: bool) -> None:

@@ -1,7 +1,6 @@
 """All further tiers of one writer.
 
-They are asked at the start what they know of the run, and each has a thread. `NodeMemberTier` is a further tier as the
-leader of another node than rank 0's works on it: it copies its part of what is asked for.
+They are asked at the start what they know of the run, and each has a thread.
 """
 
 from __future__ import annotations
@@ -11,24 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ckpt_engine.copy.job import WriterConfig
-from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, reading_source
+from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
-    StorageExistsError,
     StorageMissingError,
 )
 from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.store import names
-from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.lease_holder import LeaseHolder
-from ckpt_engine.store.manifest import Line, SnapshotInfo
+from ckpt_engine.store.manifest import Line
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
 from ckpt_engine.store.storage.retries import ask_apart
@@ -39,11 +34,12 @@ from ckpt_engine.store.storage.watchdog import (
     WatchedSource,
     WatchedStorage,
 )
-from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
+from ckpt_engine.writer.commit_of_ranks import Gather
+from ckpt_engine.writer.copy_target import NearerTiers, TierPlace
+from ckpt_engine.writer.node_member_tier import NodeMemberTier
 from ckpt_engine.writer.replicate import RECENT_SECONDS, CopyThrottle, Replicator
 from ckpt_engine.writer.run_records import StatusWriter, TierHealth, TierStatus, Unfinished
-from ckpt_engine.writer.secondary_tier import SecondaryTier, TierStorages
+from ckpt_engine.writer.secondary_tier import SecondaryTier
 
 TELL_SECONDS = 3.0
 """A longer wait of the trainer is said."""
@@ -55,50 +51,49 @@ _END_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 """A tier that gives no sign does not say so."""
 _REMEMBERED = 1000
-_DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)
-_IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
-"""Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
-UNHELD_SECONDS = 30.0
-"""How long rank 0's writer may take to begin. The lease is free before."""
 
 
 class SecondaryTiers:
-    """The further tiers. Every method returns at once unless it says otherwise; none lets a tier's failure out.
+    """The further tiers, perhaps none. Every method returns at once unless it says otherwise.
+
+    None lets a tier's failure out.
 
     Args:
-        config: of the writer; with tiers.
-        nearest: the storage of `config.url`.
+        config: of the writer.
         emit: takes events; called from several threads.
-
-    Raises:
-        StorageError: a URL that no storage serves. Nothing is touched yet.
     """
 
-    run: RunText
-    """Of the run, from `join_run` on."""
-
-    def __init__(
-        self,
-        config: WriterConfig,
-        nearest: Storage,
-        holder: LeaseHolder,
-        emit: Callable[[Event], object],
-    ) -> None:
+    def __init__(self, config: WriterConfig, emit: Callable[[Event], object]) -> None:
         self._emit = emit
-        self._nearest = nearest
         self._config = config
-        self._holder = holder
-        self._follows = config.ranks.rank != 0
-        """Rank 0's writer has asked the tiers for this one."""
         self._changed = threading.Condition()
-        self._primary = TierHealth(nearest.url, emit)
         self._newest: str | None = None
         """At the nearest tier, of what this writer has made."""
         self._primary_lacks: list[str] = []
-        self._status = StatusWriter(nearest, holder, self.status, emit)
-        self._started = self._stopping = self._finishing = False
+        self._stopping = self._finishing = False
         self._surveys: list[Future[Survey | None]] = []
-        self._replicators = [self._replicator(number) for number in range(len(config.tiers))]
+        self.replicators: list[Replicator] = []
+        """One for each tier, from `open` on."""
+
+    def place(self, nearest: Storage, holder: LeaseHolder) -> None:
+        """Before all else but `finish` and `stop`: where the nearest tier is, and who asks for leases."""
+        self._nearest = nearest
+        self._holder = holder
+        self._primary = TierHealth(nearest.url, self._emit)
+        self._status = StatusWriter(nearest, holder, self.status, self._emit)
+
+    def open(self) -> None:
+        """Make what works on each tier; libraries of object stores are slow to import.
+
+        Raises:
+            StorageError: a URL that no storage serves, or a library that cannot be imported. Nothing is touched yet.
+        """
+        self.replicators = [self._replicator(number) for number in range(len(self._config.tiers))]
+
+    @property
+    def _follows(self) -> bool:
+        """Whether rank 0's writer has asked the tiers for this one."""
+        return self._config.ranks.rank != 0
 
     def _replicator(self, number: int) -> Replicator:
         config = self._config.tiers[number]
@@ -109,29 +104,24 @@ class SecondaryTiers:
         copies = StuckCallRunner(url, keeps=False)
         direct = StuckCallRunner(url, ended=lambda: replicator.wake())
         gate = CopyThrottle(throttle)
-        gather = self._gather(gate, copies.progress)
         # Storages of their own: what stops a copy does not stop direct writes.
-        places = TierStorages(
+        written = metered(self._open(number), lambda meter: CopyThrottle(throttle) if throttle is not None else meter)
+        place = TierPlace(
             WatchedStorage(self._open(number), signs),
             WatchedStorage(WatchedStorage(metered(self._open(number), lambda _: gate), copies.progress), signs),
-            WatchedStorage(
-                metered(self._open(number), lambda meter: CopyThrottle(throttle) if throttle is not None else meter),
-                direct.progress,
-            ),
-        )
-        nearest = open_storage(self._config.url, self._config.storage_options)
-        nearer = [WatchedSource(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
-        kind = NodeMemberTier if self._follows else SecondaryTier
-        tier = kind(
-            config,
-            places,
-            self._holder,
-            nearer,
-            self._emit,
+            Repository(WatchedStorage(written, direct.progress)),
             copies,
             direct,
             signs,
-            gather,
+        )
+        nearest = open_storage(self._config.url, self._config.storage_options)
+        nearer = NearerTiers(
+            [WatchedSource(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
+        )
+        tier = (
+            NodeMemberTier(config, place, nearer, self._config.ranks)
+            if self._follows
+            else SecondaryTier(config, place, nearer, self._holder, self._emit, self._gather(gate, copies.progress))
         )
         replicator = Replicator(tier, gate, self._emit, self._note)  # `direct` refers to it
         return replicator
@@ -160,13 +150,13 @@ class SecondaryTiers:
         """
         if self._surveys or self._follows:
             return
-        places = [replicator.tier.places.plain for replicator in self._replicators]
+        places = [replicator.tier.place.plain for replicator in self.replicators]
         self._surveys = [ask_apart(partial(surveyed, place), "ckpt-survey") for place in places]
         for survey in self._surveys:
             survey.add_done_callback(lambda _: self._look())
 
         def late() -> list[Replicator]:
-            return [of for one, of in zip(self._surveys, self._replicators, strict=True) if not one.done()]
+            return [of for one, of in zip(self._surveys, self.replicators, strict=True) if not one.done()]
 
         def enough() -> bool:
             return not late() or ((self._finishing or not needed) and all(one.silent for one in late()))
@@ -174,7 +164,7 @@ class SecondaryTiers:
         began = time.monotonic()
         self._wait(enough, began + TELL_SECONDS)
         if say and not enough():
-            urls = ", ".join(one.tier.places.plain.url for one in late())
+            urls = ", ".join(one.tier.url for one in late())
             text = f"waiting for {urls} to say which run this is, up to {SURVEY_SECONDS:.0f} s"
             self._emit(Notice("WARNING", f"{text}: {self._nearest.url} is empty"))
         self._wait(enough, began + SURVEY_SECONDS)
@@ -195,21 +185,19 @@ class SecondaryTiers:
         Raises:
             ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
         """
-        if not self._follows and not repository.ids():
+        if not repository.ids():
             self.survey(say=say)
             known = [one.run for one in self._heard() if one.next_seq > 1 and one.run is not None]
             if known:
                 repository = adopt_run(known[0], repository.storage)
         repository.create_if_absent()
-        self.run = RunText.of(repository)
-        for replicator in self._replicators:
-            replicator.tier.run = self.run
+        run = RunText.of(repository)
+        for replicator in self.replicators:
+            replicator.tier.run = run
         return repository
 
     def next_seq(self) -> int:
         """A number that no snapshot of a further tier reaches. Waits as `survey` does, where no run has to be found."""
-        if self._follows:
-            return 1
         self.survey(needed=False)
         found = self._heard()
         seq = max((one.next_seq for one in found), default=1)
@@ -222,9 +210,10 @@ class SecondaryTiers:
 
     def start(self) -> None:
         """Begin to copy; after `join_run`."""
-        self._started = True
-        for replicator in self._replicators:
+        for replicator in self.replicators:
             replicator.start()
+        if self._stopping:
+            self.stop()
 
     def learn(self, line: Line, damaged: Sequence[str], seconds: float | None) -> None:
         """What the trainer makes is of this line, and its cadence wants copies so far apart; None: it does not know.
@@ -232,7 +221,7 @@ class SecondaryTiers:
         Args:
             damaged: data files that are not referred to.
         """
-        for replicator in self._replicators:
+        for replicator in self.replicators:
             replicator.tier.line = line
             replicator.tier.damaged = damaged
             replicator.tier.schedule = replicator.tier.schedule.paced(seconds)
@@ -251,7 +240,7 @@ class SecondaryTiers:
         self._wake()
 
     def _wake(self) -> None:
-        for replicator in self._replicators:
+        for replicator in self.replicators:
             replicator.wake()
         self._note()
 
@@ -259,18 +248,18 @@ class SecondaryTiers:
         """Snapshots that retention of the nearest tier leaves alone for a moment: they are being copied, or what is
         copied next is stored as the difference to them.
         """
-        tiers = [one.tier for one in self._replicators]
+        tiers = [one.tier for one in self.replicators]
         bases = {
-            tier.newest.id: f"the next copy to {tier.url} is made against it"
+            newest.id: f"the next copy to {tier.url} is made against it"
             for tier in tiers
-            if tier.encoding.needs_bases and tier.newest is not None
+            if tier.encoding.needs_bases and (newest := tier.progress.newest) is not None
         }
-        copying = [(tier.copying, tier.url) for tier in tiers]
+        copying = [(tier.progress.copying, tier.url) for tier in tiers]
         return bases | {info.id: f"being copied to {url}" for info, url in copying if info is not None}
 
     def gone(self, snapshots: Sequence[str]) -> None:
         """The nearest tier had to make room: copies from what was removed stop."""
-        for replicator in self._replicators:
+        for replicator in self.replicators:
             replicator.drop(snapshots)
 
     def primary_failed(self, error: BaseException) -> None:
@@ -283,7 +272,7 @@ class SecondaryTiers:
         seem to hang last.
         """
         for hanging in (False, True):
-            for replicator in self._replicators:
+            for replicator in self.replicators:
                 if replicator.works and replicator.hangs == hanging:
                     yield replicator
 
@@ -294,7 +283,7 @@ class SecondaryTiers:
         settled: Callable[[Sequence[Unfinished]], object],
         waits: Callable[[Sequence[Unfinished]], object],
     ) -> None:
-        """Wait at most `timeout` seconds until every tier has what it wants, then end. Idempotent.
+        """After `start`: wait at most `timeout` seconds until every tier has what it wants, then end. Idempotent.
 
         Args:
             nearest_hangs: whether the nearest tier is one that does not have everything.
@@ -303,30 +292,28 @@ class SecondaryTiers:
             waits: called once if that takes long, and the tiers that it waits for make progress; with these.
         """
         deadline = time.monotonic() + timeout
-        if self._started:
-            for replicator in self._replicators:
-                replicator.finish()
-            self._wait_for_the_end(min(deadline, time.monotonic() + self._config.end_wait_seconds), waits)
-        left = [one.unfinished(self._newest) for one in self._replicators if not one.idle]
+        for replicator in self.replicators:
+            replicator.finish()
+        self._wait_for_the_end(min(deadline, time.monotonic() + self._config.end_wait_seconds), waits)
+        left = [one.unfinished(self._newest) for one in self.replicators if not one.idle]
         if nearest_hangs:
             left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
         settled(left)
-        if self._started:
-            self._wait(lambda: all(one.idle or one.ended or one.hopeless for one in self._replicators), deadline)
+        self._wait(lambda: all(one.idle or one.ended or one.hopeless for one in self.replicators), deadline)
         self.stop()
         end = time.monotonic() + _END_SECONDS
-        for replicator in self._replicators if self._started else ():
+        for replicator in self.replicators:
             replicator.join(max(0.0, end - time.monotonic()))
         self._status.end(_END_SECONDS)
 
     def _wait_for_the_end(self, deadline: float, waits: Callable[[Sequence[Unfinished]], object]) -> None:
         def left() -> list[Replicator]:
-            return [one for one in self._replicators if not (one.settled or one.silent)]
+            return [one for one in self.replicators if not (one.settled or one.silent)]
 
         self._wait(lambda: not left(), min(deadline, time.monotonic() + TELL_SECONDS))
         # One that has just stopped answering is left soon, and the end says that.
         self._wait(
-            lambda: not left() or any(one.tier.signs.silent_seconds < RECENT_SECONDS for one in left()), deadline
+            lambda: not left() or any(one.tier.place.signs.silent_seconds < RECENT_SECONDS for one in left()), deadline
         )
         late = [one.unfinished(self._newest) for one in left()]
         if late and time.monotonic() < deadline:
@@ -336,7 +323,7 @@ class SecondaryTiers:
     def stop(self) -> None:
         """End all copies, as they are."""
         self._stopping = True
-        for replicator in self._replicators:
+        for replicator in self.replicators:
             replicator.stop()
         self._look()
 
@@ -347,7 +334,7 @@ class SecondaryTiers:
 
     def status(self) -> list[TierStatus]:
         """All tiers, nearest first."""
-        return [self._primary.status(newest=self._newest), *(replicator.status() for replicator in self._replicators)]
+        return [self._primary.status(newest=self._newest), *(replicator.status() for replicator in self.replicators)]
 
     def _look(self) -> None:
         """Have those who wait look whether they still have to."""
@@ -356,7 +343,8 @@ class SecondaryTiers:
 
     def _note(self) -> None:
         self._look()
-        self._status.note()
+        if self.replicators:
+            self._status.note()
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,90 +364,3 @@ def surveyed(storage: Storage) -> Survey | None:
             run = RunText.of(repository)
         return Survey(run, repository.next_seq())
     return None
-
-
-class NodeMemberTier(SecondaryTier):
-    """Has no lease and no retention there: that is rank 0's. It looks more often while it has something that is due."""
-
-    _gather: Gather
-    _pause = _DUE_LOOKS.first_seconds
-    _last_seq = -1
-    _was_held = False
-    _free_since = 0.0
-
-    def advance(self) -> bool:
-        self.copies.progress.moved()
-        size = self._gather.ranks.size  # what other numbers of ranks have saved is not asked for
-        with reading_source():
-            infos = self._nearer[0].repository.list()
-        near = {one.id: one for one in infos if one.partial is not None and one.partial.size == size}
-        newest = max(near.values(), key=lambda info: info.seq, default=None)
-        if newest is not None and newest.seq != self._last_seq:
-            self._last_seq, self._pause = newest.seq, _DUE_LOOKS.first_seconds
-        target = Repository(self.places.copies)
-        record = target.record()
-        if record is None or record.run != self.run.run:
-            self.waiting = tuple(self._wanted(list(near.values()), ()))
-            self._look_later(due=newest is not None)  # rank 0 has not made it yet, or is about to complain
-            return False
-        asked, answers = questions(target.storage)
-        for one in asked:
-            if self._answer(one, near, answers.get(one.id, set()), target, newest):
-                self._pause = _DUE_LOOKS.first_seconds
-                return True
-        there = target.list()
-        self.newest = there[-1] if there else None
-        self.waiting = tuple(self._wanted(list(near.values()), there))
-        if self.waiting and self._is_unasked():
-            self.waiting = ()
-        copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_records)
-        self._look_later(due=bool(self.waiting))
-        return False
-
-    def _is_unasked(self) -> bool:
-        """Whether rank 0's writer has ended: it gives back the lease when it wants nothing more."""
-        if read_holder(self.places.copies) is not None:
-            self._was_held, self._free_since = True, 0.0
-            return False
-        self._free_since = self._free_since or time.monotonic()
-        return self._was_held or time.monotonic() - self._free_since > UNHELD_SECONDS
-
-    def _answer(
-        self,
-        asked: names.ParsedId,
-        near: dict[str, SnapshotInfo],
-        answered: set[int],
-        target: Repository,
-        newest: SnapshotInfo | None,
-    ) -> bool:
-        """Do what is asked for; False: that is done, or what is asked for may still come."""
-        info = near.get(asked.id)
-        if info is None:
-            later = names.session_id(self._gather.ranks.session, asked.seq, asked.step) == asked.id
-            gone = not later or (newest is not None and newest.seq > asked.seq)
-            if gone and self._gather.ranks.rank not in answered:
-                self._decline(asked.id, "it is not on its node", target)
-            return False
-        assert info.partial is not None
-        if info.partial.ranks[0] in answered:
-            return False
-        self.copying, near_by = info, self._nearer[0].repository
-        try:
-            give(near_by, target, asked.id, partial(self._put, near_by, target))
-        except CopySourceError as err:
-            if not isinstance(err.error, FormatError | StorageMissingError):
-                raise
-            self._decline(asked.id, f"it cannot be read on its node: {err.error.message}", target)
-        finally:
-            if self.copying is info:
-                self.copying = None
-        return True
-
-    def _decline(self, snapshot: str, why: str, target: Repository) -> None:
-        part = part_records.no_part(snapshot, why, target.run_id, self._gather.ranks)
-        with suppress(StorageExistsError):
-            part_records.put(target.storage, part)
-
-    def _look_later(self, *, due: bool) -> None:
-        self.next_look_seconds = self._pause
-        self._pause = (_DUE_LOOKS if due else _IDLE_LOOKS).after(self._pause)

@@ -180,6 +180,10 @@ def run_killed(settings: Settings, screen: Screen, remote: Remote | None = None)
             screen.lived(life)
             if kill is None:
                 break
+    if targets and not any(life.kill for life in lives):
+        raise TrainingFailedError(
+            "the run was over before it could be killed, which shows nothing: start the demo again"
+        )
     return Run(tuple(lives), tuple(entries), tuple(folder.seen))
 
 

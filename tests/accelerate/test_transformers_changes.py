@@ -16,7 +16,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.errors import CkptError
 from tests.accelerate import hf
 from tests.accelerate.hf import SAMPLES, train_hf
-from tests.loop.runs import Outcome, every_boundary, only, report, saved, seed_everything
+from tests.loop.runs import Outcome, every_boundary, only, report, resume_only, saved, seed_everything
 
 AT, SEED = 3, 11
 """The change is made after so many steps; the seed of the process that makes it."""
@@ -71,7 +71,7 @@ def assert_branch(
     branch = [one for one in saved(folder) if one.reason != "end"][1:]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, tmp_path / f"kill {number}")
-        resumed = run(tmp_path, every_boundary(again, **options), SEED + number, **arguments)
+        resumed = run(tmp_path, resume_only(again, **options), SEED + number, **arguments)
         assert resumed.trace
         assert resumed.trace == expected.trace[len(expected.trace) - len(resumed.trace) :], number
         assert resumed.digest == expected.digest, number
@@ -262,7 +262,7 @@ def assert_continues(
     branch = [one for one in saved(folder)[before:] if one.reason != "end"]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, tmp_path / f"kill {number}")
-        resumed = run(tmp_path, every_boundary(again, **options), SEED + number, **arguments)
+        resumed = run(tmp_path, resume_only(again, **options), SEED + number, **arguments)
         assert resumed.trace == first.trace[len(first.trace) - len(resumed.trace) :], number
         assert resumed.digest == first.digest, number
         assert report(again).not_restored == ()

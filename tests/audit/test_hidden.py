@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from ckpt_engine.audit import values
 from ckpt_engine.audit.attributes import UsedObject, Variables
@@ -403,6 +404,21 @@ def test_what_is_already_there_is_neither_restored_nor_named() -> None:
     again = begun(fresh)
     again.expect(through_a_snapshot(hidden.state()))
     assert again.restore("batch") == ([], [])
+
+
+def test_what_cannot_be_assigned_is_named() -> None:
+    """A layer that was pruned has its weight as a plain tensor, which a layer with a parameter of that name refuses."""
+    net = Net()
+    hidden = begun(net)
+    prune.l1_unstructured(net.layer, "weight", 0.5)
+    net.count = 1
+    fresh = Net()
+    again = begun(fresh)
+    again.expect(through_a_snapshot(hidden.state()))
+    restored, missing = again.restore("batch")
+    named = {one.name: one.why for one in missing}
+    assert "it cannot be assigned: cannot assign" in named["hidden state net.layer.weight"]
+    assert isinstance(fresh.layer.weight, nn.Parameter) and "net.count" in restored[0].detail
 
 
 class Stack:

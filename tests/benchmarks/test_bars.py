@@ -17,7 +17,7 @@ from benchmarks.values import from_json, to_json
 from ckpt_engine.writer import launch
 
 NEEDS_A_DISK = {"persist", "restore"}
-QUICK = {"stall", "recorder"}
+QUICK = {"recorder"}
 """The others train, start many processes, or take seconds."""
 
 

@@ -150,3 +150,13 @@ def test_it_says_where_there_is_nothing_to_resume(ckpt: Ckpt, yaml: Path, sectio
     _with_section(yaml, section)
     rows = ckpt("check", "--json").json[0]["findings"]
     assert [one["mark"] for one in rows if one["check"] == "resumes"] == [mark]
+
+
+def test_what_hinders_a_resume_is_one_line(ckpt: Ckpt, yaml: Path) -> None:
+    """Also where the error has a line for each snapshot."""
+    _run(yaml.parent / "other", 7)
+    for data in (yaml.parent / "other/data").iterdir():
+        data.unlink()
+    _with_section(yaml, "{from: other#7}")
+    (line,) = (one for one in ckpt("check").out.splitlines() if one.split()[:2] == ["resumes", "BAD"])
+    assert "is usable: 00000001-" in line and "is missing" in line

@@ -166,6 +166,7 @@ def test_what_is_no_run_is_an_error_without_traceback(ckpt: Ckpt, tmp_path: Path
         tmp_path / "file": "[CKPT305]",
         tmp_path / "ckpt.yaml": "no such file",
         "s4://bucket/run": "no storage for s4:// URLs",
+        "ftp://nohost.invalid/run": "ftp://nohost.invalid/run is unreachable",
         "~nosuchuser/run": "no home folder is known for a leading ~",
     }.items():
         result = ckpt("ls", root)

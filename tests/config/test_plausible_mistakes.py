@@ -81,6 +81,7 @@ VALUES = {
     "preemption: {signals: TERMINATE}": "SIGTERM",
     "preemption: {grace: 0}": "above 0",
     "pickle: true": "a list of paths",
+    "seal:": "remove it for a run that is not sealed",
 }
 PLACES = {
     "$NOT_SET_ANYWHERE/run": "NOT_SET_ANYWHERE is not set",
@@ -92,6 +93,8 @@ PLACES = {
     "[]": "must name a folder",
     "[memory]": "memory does not outlive the machine",
     "[/a, /a]": "the same place",
+    "[/a, file:///a/]": "the same place",
+    "[/a, {url: /b, seal: }]": "remove it for a run that is not sealed",
     "[/a, memory]": "comes first",
     "[{url: /a, every: 10 min}]": "the nearest tier takes every durable snapshot",
     "[/a, {url: /b, bandwidth: 200}]": "a unit, such as '200 MB/s'",

@@ -95,6 +95,8 @@ def test_what_the_disk_has_not_kept_is_named_at_once(
     found = [record.message for record in caplog.records if record.levelname == "ERROR"]
     files = {Path(file.name) for file in Repository(open_storage(str(tmp_path))).read(newest).files}
     shared = files & {one.relative_to(tmp_path) for one in first}
+    damaged = Repository(open_storage(str(tmp_path))).scan().damaged
+    assert [one.id for one in damaged] == ([snapshot] if rots else [])  # in quarantine
     if not rots:
         assert shared and not found
         return

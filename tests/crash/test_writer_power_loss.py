@@ -55,7 +55,7 @@ class _Session:
         return lived
 
     def _drive(self, writer: Persister, intake: MessageDecoder, steps: range) -> None:
-        writer.open()
+        writer.prepare(writer.open())
         intake.take(*self._stage.message())
         for step in steps:
             order = intake.take({"kind": Kind.PERSIST, "job": to_json(self._stage.job(step))})

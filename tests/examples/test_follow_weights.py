@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_converted import EXAMPLES, environment, run_here
+from tests.support import interpreters
 
 
 def test_an_evaluator_follows_the_plain_loop_to_its_end(
@@ -18,7 +19,7 @@ def test_an_evaluator_follows_the_plain_loop_to_its_end(
     """It begins before the first snapshot, gets the weights of the last one, and ends with the run."""
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "follow_weights.py")]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+    with interpreters.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         run_here(EXAMPLES / "plain_loop.py", ["--epochs=2"], monkeypatch)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0

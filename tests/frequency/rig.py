@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,6 +118,7 @@ class IrregularTraining(Training):
             snapshot is skipped and asked for again (as this project does).
         jitter: standard deviation of the logarithm of step times.
         slow: a factor on the time of each step, given its number: what makes it slow has nothing to do with snapshots.
+        after: factors on the times of the steps that follow the one in which a persist has ended.
         certain: no evidence corrects what is assumed of failures.
         fails: whether the snapshot of this number (from 0) fails at the end of its persist.
         leaps: many steps at once, where nothing is irregular.
@@ -129,6 +130,7 @@ class IrregularTraining(Training):
     waits: bool = False
     jitter: float = 0.0
     slow: Callable[[int, random.Random], float] | None = None
+    after: Sequence[float] = ()
     certain: bool = True
     fails: Callable[[int], bool] = lambda _: False
     seed: int = 0
@@ -137,7 +139,7 @@ class IrregularTraining(Training):
 
     def __post_init__(self) -> None:
         self.amounts = self.step_seconds, self.stall, self.persist
-        self.regular = not (self.jitter or self.slow or any(map(callable, self.amounts)))
+        self.regular = not (self.jitter or self.slow or self.after or any(map(callable, self.amounts)))
         self.origin, memory_stall = self.clock.now, self.memory_stall
         self.step_seconds, self.stall, self.persist = (_at(one, 0.0) for one in self.amounts)
         super().__post_init__()
@@ -151,6 +153,7 @@ class IrregularTraining(Training):
         self.taken: list[Taken] = []
         self.failing: set[Point] = set()
         self.window_start, self.window_clean = self.clock.now, 0.0
+        self.still_slow: list[float] = []
 
     @property
     def elapsed(self) -> float:
@@ -199,13 +202,15 @@ class IrregularTraining(Training):
         clean = _at(self.amounts[0], self.elapsed) * self.random.lognormvariate(-(self.jitter**2) / 2, self.jitter)
         if self.slow is not None:
             clean *= self.slow(self.step, self.random)
-        self._trained(count, clean, self._end_of_step(clean))
+        longer = clean * (self.still_slow.pop(0) - 1.0) if self.still_slow and not self.queue else 0.0
+        self._trained(count, clean, self._end_of_step(clean) + longer)
 
     def _trained(self, count: int, clean: float, end: float) -> None:
         super()._trained(count, clean, end)
         self.window_clean += clean
 
     def _persisted(self, point: Point, begin: float, end: float) -> None:
+        self.still_slow = list(self.after)
         if point in self.failing:
             self.policy.failed(point.step)
         else:

@@ -91,6 +91,23 @@ def test_clean_steps_count_for_a_time_right_after_a_snapshot() -> None:
     assert steps.take_slowdown().clean == 15
 
 
+@pytest.mark.parametrize(
+    ("first", "counted"), [((1.3, 1.2, 1.25, 1.3, 1.25), [1, 1, 1, 3, 3]), ((1.1, 1.0, 1.0, 1.1, 1.0), [1] * 5)]
+)
+def test_the_first_steps_after_a_snapshot_count_for_it_where_they_are_longer(
+    first: tuple[float, ...], counted: list[int]
+) -> None:
+    """Two of them, with the next snapshot, once that is believed of those so far. Until then they are clean."""
+    steps, found = times([1.0] * 100), []
+    for seconds in first:
+        steps.add_disturbed(1.5)
+        found.append(steps.take_slowdown())
+        for one in (seconds, seconds, 1.0, 1.0):
+            steps.add_clean(one)
+    assert [one.number for one in found] == counted
+    assert [one.clean for one in found[1:]] == [5 - count for count in counted[1:]]
+
+
 def test_what_ends_an_interval_is_no_evidence() -> None:
     """An interval that is over at a time ends with a long step; without it all others are shorter than usual."""
     rng = random.Random(7)

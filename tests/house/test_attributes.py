@@ -18,18 +18,13 @@ FILES = [
 FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {
-    "ProcessWriter": 9,
     "Feed": 6,
     "JobQueue": 6,
-    "Pipeline": 6,
-    "ThreadWriter": 6,
-    "WriterClient": 6,
+    "Pipeline": 4,
     "FitRun": 4,
     "Replicator": 5,
     "Serving": 5,
     "Epoch": 4,
-    "NodeMemberTier": 4,
-    "SecondaryTiers": 4,
     "Tenure": 4,
     "_RecordingIterator": 4,
 }
@@ -38,27 +33,20 @@ NAMES = {
     "SharedCadence": 48,
     "Cadence": 38,
     "Feed": 33,
-    "NodeMemberTier": 31,
-    "PrimaryTier": 26,
-    "ProcessWriter": 30,
-    "Pipeline": 26,
+    "PrimaryTier": 25,
+    "Pipeline": 24,
     "PreemptionWatch": 28,
-    "SecondaryTier": 27,
     "FitRun": 23,
     "Training": 27,
     "Epoch": 25,
     "FitResume": 18,
-    "JobQueue": 23,
-    "Peers": 20,
-    "ThreadWriter": 23,
-    "Persister": 24,
+    "JobQueue": 22,
+    "Peers": 18,
     "SimulatedJob": 22,
-    "WriterClient": 20,
     "_Drawer": 19,
-    "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 23, "ckpt_engine/writer": 54}
+LIFE = {"ckpt_engine/loop": 23, "ckpt_engine/writer": 40}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

@@ -141,8 +141,7 @@ TWICE = frozenset(
 WIDE = frozenset(
     {
         *("Cadence", "Config", "Epoch", "Feed", "FitRun", "JobQueue", "Options", "Peers", "Persister", "Pipeline"),
-        *("PreemptionWatch", "PrimaryTier", "SecondaryTier", "SecondaryTiers", "SimulatedJob", "Training"),
-        "WriterClient",
+        *("PreemptionWatch", "PrimaryTier", "SimulatedJob", "Training"),
     }
 )
 """Classes with more attributes than `MOST_ATTRIBUTES`: they may only become fewer."""

@@ -124,13 +124,15 @@ def test_a_misspelt_option_is_named(tmp_path: Path) -> None:
         AdaptiveCheckpoint(str(tmp_path), keep={"lst": 1})
 
 
-def test_an_unquoted_off_is_the_word(tmp_path: Path) -> None:
+def test_an_unquoted_off_is_the_word_and_keep_a_number(tmp_path: Path) -> None:
     """The YAML of LightningCLI makes a boolean of it."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(AdaptiveCheckpoint, "ckpt")
-    (tmp_path / "cli.yaml").write_text("ckpt: {tiers: /run, guard: off, resume: off, hidden: off, log: {bar: off}}\n")
+    words = "guard: off, resume: off, hidden: off, log: {bar: off}"
+    (tmp_path / "cli.yaml").write_text(f"ckpt: {{tiers: /run, keep: 3, {words}}}\n")
     made = parser.instantiate_classes(parser.parse_path(tmp_path / "cli.yaml")).ckpt.config
     assert [made.guard, made.resume, made.hidden, made.log.bar] == ["off"] * 4
+    assert made.keep.last == 3
 
 
 def test_keywords_are_exactly_the_options() -> None:

@@ -72,6 +72,7 @@ OF_A_KIND = {
     "scheduler per epoch",
     "scheduler per step",
     "shuffled",
+    "stateful loader, two workers",
     "validation every second epoch",
     "validation within epochs",
 }

@@ -58,7 +58,7 @@ def test_extra_state_is_of_any_shape(kind: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(WithExtra, "kind", kind)
     case = Case(model=WithExtra)
     reference = fit(case, max_epochs=2)
-    fit(case, every_batch(tmp_path / "run"), max_epochs=2)
+    fit(case, every_batch(tmp_path / "run", every_n_steps=8), max_epochs=2)
     snapshot = next(one for one in saved(tmp_path / "run") if (one.epoch, one.batch) == (1, 2))
     root = only(tmp_path / "run", snapshot, tmp_path / "one")
     resumed = fit(case, [resumer(root)], ckpt_path="auto", seed=7, max_epochs=2)

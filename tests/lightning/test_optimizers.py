@@ -16,6 +16,9 @@ from tests.state.optimizers.runs import plain
 from tests.state.optimizers.wrapped import LowBit, Moments, Scaled, nested, scaled
 from tests.support.digests import seed_everything
 
+BATCHES = 6
+"""Of an epoch."""
+
 
 class Wrapped(Model):
     """Weights, buffers and moments of other tensors."""
@@ -78,7 +81,7 @@ def without_rates(trace: list[Any]) -> list[Any]:
 
 def one_snapshot(kind: type[Model], folder: Path, batch: int = 2) -> Path:
     """The folder of a run that was killed there, in its second epoch."""
-    fit(kind, every_batch(folder / "run"))
+    fit(kind, every_batch(folder / "run", every_n_steps=BATCHES + batch))
     snapshot = next(one for one in saved(folder / "run") if (one.epoch, one.batch) == (1, batch))
     return only(folder / "run", snapshot, folder / "one")
 

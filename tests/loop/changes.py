@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from ckpt_engine.data import rng
-from tests.loop.runs import Augmented, digest, every_boundary, only, report, saved, seed_everything
+from tests.loop.runs import Augmented, digest, every_boundary, only, report, resume_only, saved, seed_everything
 
 EPOCHS, AT, SEED = 2, 4, 11
 """The change is made after so many steps, in the first epoch; the seed of the process that makes it."""
@@ -232,11 +232,25 @@ def with_streams_of(trainer: Trainer, new: Setup) -> Hand:
     return change
 
 
-def first_part(trainer: Trainer, setup: Setup, root: Path, target: Path) -> Path:
-    """The folder of a run that was killed after `AT` batches."""
-    trainer.train(setup, every_boundary(root), 0)
-    killed = next(one for one in saved(root) if (one.epoch, one.batch) == (0, AT) and one.reason != "end")
-    return only(root, killed, target)
+class FirstParts:
+    """Runs that were killed after `AT` batches: each is trained once, and each test continues a copy of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._trained: dict[tuple[Trainer, Setup, str], Path] = {}
+
+    def copy(self, trainer: Trainer, setup: Setup, target: Path, kind: str = "") -> Path:
+        """The folder of one.
+
+        Args:
+            kind: how the test makes its objects, where not all tests make them in the same way.
+        """
+        if (root := self._trained.get((trainer, setup, kind))) is None:
+            root = self._folder / str(len(self._trained))
+            trainer.train(setup, every_boundary(root), 0)
+            self._trained[trainer, setup, kind] = root
+        killed = next(one for one in saved(root) if (one.epoch, one.batch) == (0, AT) and one.reason != "end")
+        return only(root, killed, target)
 
 
 def assert_branch(
@@ -259,7 +273,7 @@ def assert_branch(
     branch = [one for one in line[1:] if one.id > line[0].id]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, folder.with_name(f"{folder.name}-{number}"))
-        resumed = trainer.train(setup, every_boundary(again, **options), SEED + 100 + number)
+        resumed = trainer.train(setup, resume_only(again, **options), SEED + 100 + number)
         assert resumed[0] == trace[len(trace) - len(resumed[0]) :], f"kill {number}"
         assert len(resumed[0]) == len(trace) - kill.step
         assert resumed[1] == final, f"kill {number}"
@@ -280,7 +294,7 @@ def assert_continues(
     branch = [one for one in saved(folder)[before:] if one.reason != "end"]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, folder.with_name(f"{folder.name}-{number}"))
-        resumed = trainer.train(setup, every_boundary(again, **options), SEED + 100 + number)
+        resumed = trainer.train(setup, resume_only(again, **options), SEED + 100 + number)
         assert len(resumed[0]) < len(first[0])
         assert resumed == (trace[len(trace) - len(resumed[0]) :], final), f"kill {number}"
         assert resumed[0], f"kill {number}"

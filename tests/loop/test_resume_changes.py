@@ -20,6 +20,7 @@ from tests.lightning.runs import Journal, every_batch, make_trainer, train
 from tests.loop.changes import (
     SEED,
     End,
+    FirstParts,
     Objects,
     Setup,
     Trainer,
@@ -27,7 +28,6 @@ from tests.loop.changes import (
     assert_continues,
     begun_again,
     by_hand,
-    first_part,
     made_by,
     rebatched,
     states,
@@ -156,9 +156,9 @@ def trainer(request: pytest.FixtureRequest) -> Trainer:
     return TRAINERS[request.param]
 
 
-def test_weights_only_begin_at_step_0(trainer: Trainer, tmp_path: Path) -> None:
+def test_weights_only_begin_at_step_0(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """Nothing but the weights is the old run's."""
-    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
     new = Setup(rate=3e-3, schedule="step")
     told = assert_branch(trainer, new, folder, {"only": ["model"]}, begun_again(trainer, new, Setup(), SEED, "model"))
     assert told.step == 0
@@ -166,27 +166,29 @@ def test_weights_only_begin_at_step_0(trainer: Trainer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["step", "warmup"])
-def test_weights_and_moments_with_a_new_schedule(schedule: str, trainer: Trainer, tmp_path: Path) -> None:
+def test_weights_and_moments_with_a_new_schedule(
+    schedule: str, trainer: Trainer, first_parts: FirstParts, tmp_path: Path
+) -> None:
     """The new schedule begins with its own rate."""
-    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
     new = Setup(schedule=schedule)
     expected = begun_again(trainer, new, Setup(), SEED, "model", "optimizer")
     assert_branch(trainer, new, folder, {"only": ["model", "optimizer"]}, expected)
 
 
 @pytest.mark.parametrize("section", [{"strict": False}, {"skip": ["model.head.*"]}], ids=str)
-def test_another_head(section: Any, trainer: Trainer, tmp_path: Path) -> None:
+def test_another_head(section: Any, trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The run continues in its place with a head that is new, and so are its moments."""
     outputs = 3 if "strict" in section else 1
     new = Setup(outputs=outputs)
-    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
     told = assert_branch(trainer, new, folder, section, by_hand(trainer, Setup(), with_new_head(trainer, new)))
     assert [one.name for one in told.changes] == ["model.head.weight", "model.head.bias"]
 
 
-def test_fresh_random_streams(trainer: Trainer, tmp_path: Path) -> None:
+def test_fresh_random_streams(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The data stays in its place, and what is drawn is this process's."""
-    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
     streams = by_hand(trainer, Setup(), with_streams_of(trainer, Setup()))
     # The batch of the change was drawn before it by hand.
     told = assert_branch(trainer, Setup(), folder, {"skip": ["rng"]}, streams)
@@ -194,7 +196,7 @@ def test_fresh_random_streams(trainer: Trainer, tmp_path: Path) -> None:
     assert "random streams" not in {one.name for one in told.restored}
 
 
-def test_an_overridden_value(trainer: Trainer, tmp_path: Path) -> None:
+def test_an_overridden_value(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """A learning rate and a list, once."""
 
     def change(old: Objects) -> Objects:
@@ -202,7 +204,7 @@ def test_an_overridden_value(trainer: Trainer, tmp_path: Path) -> None:
             group["lr"], group["betas"] = 3e-4, (0.8, 0.99)
         return old
 
-    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
     values = {"optimizer.param_groups.*.lr": 3e-4, "optimizer.param_groups.*.betas": [0.8, 0.99]}
     told = assert_branch(trainer, Setup(), folder, {"override": values}, by_hand(trainer, Setup(), change))
     assert [(one.how, one.name) for one in told.changes] == [
@@ -211,9 +213,9 @@ def test_an_overridden_value(trainer: Trainer, tmp_path: Path) -> None:
     ]
 
 
-def test_renamed_weights(trainer: Trainer, tmp_path: Path) -> None:
+def test_renamed_weights(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The moments go with them."""
-    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
     told = assert_branch(
         trainer, Setup(body="trunk"), folder, {"map": {"model.body.*": "model.trunk.*"}}, _renamed(trainer)
     )
@@ -243,18 +245,18 @@ def test_more_epochs(trainer: Trainer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [3, 8])
-def test_another_batch_size(batch: int, trainer: Trainer, tmp_path: Path) -> None:
+def test_another_batch_size(batch: int, trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The rest of the epoch comes in batches of the new size."""
-    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
     expected = rebatched(trainer, Setup(), Setup(batch=batch))
     told = assert_continues(trainer, Setup(batch=batch), folder, {"data": "continue"}, expected)
     assert "data: continue: batch_size was 4" in told.not_restored[0].why
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 3)])
-def test_another_accumulation(before: int, now: int, trainer: Trainer, tmp_path: Path) -> None:
+def test_another_accumulation(before: int, now: int, trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """Snapshots are taken between two steps: no gradients are lost."""
     old = Setup(accumulate=before)
-    folder = first_part(trainer, old, tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(trainer, old, tmp_path / "1")
     expected = by_hand(trainer, old, lambda mine: mine.accumulating(now))
     assert_continues(trainer, Setup(accumulate=now), folder, {}, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from ckpt_engine.loop.components import dump_flags, restore_flags
 from ckpt_engine.state import module_names
 from ckpt_engine.state.module_names import canonical, stored_name
 from tests.loop import test_resume_changes
-from tests.loop.changes import End, Objects, Setup, Trainer, by_hand
-from tests.loop.runs import digest, only, report, resume_only, saved
+from tests.loop.changes import AT, End, FirstParts, Objects, Setup, Trainer, by_hand
+from tests.loop.runs import digest, report, resume_only
 from tests.loop.test_resume_changes import TRAINERS
 from tests.probe import lives
+from tests.support.sweeps import crossed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
-AT = 4
 Wrap = Callable[[nn.Module], nn.Module]
 
 
@@ -72,6 +71,7 @@ def whole(values: list[Any]) -> list[Any]:
     return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in values]
 
 
+RANKED = ["plain", "whole", "ddp", "fsdp2"]
 PAIRS = [
     (trainer, before, now)
     for trainer in TRAINERS
@@ -118,32 +118,22 @@ def resumed(trainer: Trainer, folder: Path, setup: Setup) -> End:
     return trainer.train(setup, resume_only(folder), 11)
 
 
-def first_part(trainer: Trainer, setup: Setup, root: Path, target: Path) -> Path:
-    from tests.loop.runs import every_boundary
-
-    trainer.train(setup, every_boundary(root), 0)
-    return only(root, next(one for one in saved(root) if one.step == AT), target)
-
-
-def values(end: End) -> Any:
-    return end[0]
-
-
 @pytest.mark.parametrize(("trainer", "before", "now"), PAIRS)
 def test_a_run_resumes_with_another_wrapper(
-    trainer: str, before: str, now: str, tmp_path: Path, wrapped: Callable[[str], None]
+    trainer: str, before: str, now: str, first_parts: FirstParts, tmp_path: Path, wrapped: Callable[[str], None]
 ) -> None:
     """The rest of the run is as if nothing had been interrupted."""
-    assert_resumes(TRAINERS[trainer], before, now, tmp_path, wrapped)
+    assert_resumes(TRAINERS[trainer], before, now, first_parts, tmp_path, wrapped)
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("adapts", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("before", "now"), list(itertools.product(["plain", "whole", "ddp", "fsdp2"], repeat=2)))
+@pytest.mark.parametrize(("before", "now"), crossed(RANKED, RANKED))
 def test_a_run_resumes_with_another_wrapper_of_ranks(
     before: str,
     now: str,
     adapts: bool,
+    first_parts: FirstParts,
     tmp_path: Path,
     wrapped: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -152,20 +142,25 @@ def test_a_run_resumes_with_another_wrapper_of_ranks(
     if adapts:
         for kind in {before, now}:
             monkeypatch.setitem(WRAPS, kind, lambda model, outer=WRAPS[kind]: outer(lora(model)))
-    assert_resumes(TRAINERS["plain"], before, now, tmp_path, wrapped)
+    assert_resumes(TRAINERS["plain"], before, now, first_parts, tmp_path, wrapped, f" of ranks {adapts}")
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("kind", ["whole", "ddp", "fsdp2"])
 @pytest.mark.parametrize("adapted", ["before", "now"])
 def test_an_adapter_under_a_wrapper_of_ranks_is_refused_by_name(
-    kind: str, adapted: str, tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    adapted: str,
+    first_parts: FirstParts,
+    tmp_path: Path,
+    wrapped: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where only one of both has it, and before training begins."""
     monkeypatch.setitem(WRAPS, "lora", lora)
     before, now = ("lora", kind) if adapted == "before" else (kind, "lora")
     wrapped(before)
-    folder = first_part(TRAINERS["plain"], Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(TRAINERS["plain"], Setup(), tmp_path / "1", before)
     wrapped(now)
     with pytest.raises(MismatchError, match=r"head\.lora_A\.default\.weight"):
         resumed(TRAINERS["plain"], folder, Setup())
@@ -176,6 +171,7 @@ def test_a_snapshot_with_the_names_of_wrappers_is_read(
     trainer: str,
     before: str,
     now: str,
+    first_parts: FirstParts,
     tmp_path: Path,
     wrapped: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -184,16 +180,27 @@ def test_a_snapshot_with_the_names_of_wrappers_is_read(
     with monkeypatch.context() as earlier:
         earlier.setattr(module_names, "_attributes", lambda _: ())
         wrapped(before)
-        first_part(TRAINERS[trainer], Setup(), tmp_path / "run", tmp_path / "1")
-    assert_resumes(TRAINERS[trainer], "", now, tmp_path, wrapped)
+        first_parts.copy(TRAINERS[trainer], Setup(), tmp_path / "1", f"{before} with its names")
+    assert_continues(TRAINERS[trainer], tmp_path / "1", now, wrapped)
 
 
-def assert_resumes(trainer: Trainer, before: str, now: str, tmp_path: Path, wrapped: Callable[[str], None]) -> None:
+def assert_resumes(
+    trainer: Trainer,
+    before: str,
+    now: str,
+    first_parts: FirstParts,
+    tmp_path: Path,
+    wrapped: Callable[[str], None],
+    kind: str = "",
+) -> None:
     """The rest of the run is as if nothing had been interrupted."""
-    setup, folder = Setup(), tmp_path / "1"
-    if before:
-        wrapped(before)
-        first_part(trainer, setup, tmp_path / "run", folder)
+    wrapped(before)
+    assert_continues(trainer, first_parts.copy(trainer, Setup(), tmp_path / "1", before + kind), now, wrapped)
+
+
+def assert_continues(trainer: Trainer, folder: Path, now: str, wrapped: Callable[[str], None]) -> None:
+    """The rest of the run is as if nothing had been interrupted."""
+    setup = Setup()
     wrapped(now)
     expected = by_hand(trainer, setup)
     end = resumed(trainer, folder, setup)
@@ -349,12 +356,17 @@ def lora(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("now", ["lora", "compiled lora"])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_adapter_resumes(
-    trainer: str, now: str, tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    trainer: str,
+    now: str,
+    first_parts: FirstParts,
+    tmp_path: Path,
+    wrapped: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the frozen weights below it."""
     monkeypatch.setitem(WRAPS, "lora", lora)
     monkeypatch.setitem(WRAPS, "compiled lora", lambda model: _compiled_body(lora(model)))
-    assert_resumes(TRAINERS[trainer], "lora", now, tmp_path, wrapped)
+    assert_resumes(TRAINERS[trainer], "lora", now, first_parts, tmp_path, wrapped)
 
 
 def _compiled_body(model: Any) -> nn.Module:
@@ -364,12 +376,16 @@ def _compiled_body(model: Any) -> nn.Module:
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_adapter_begins_with_the_weights_of_its_base(
-    trainer: str, tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    trainer: str,
+    first_parts: FirstParts,
+    tmp_path: Path,
+    wrapped: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With `only` and `strict: no`; else the weights that the snapshot lacks are named before training begins."""
     monkeypatch.setitem(WRAPS, "lora", lora)
-    one, folder = TRAINERS[trainer], tmp_path / "1"
-    first_part(one, Setup(), tmp_path / "run", folder)
+    one = TRAINERS[trainer]
+    folder = first_parts.copy(one, Setup(), tmp_path / "1", "plain")
     base = dict(Checkpointer(folder).load())
     wrapped("lora")
     for section in ({}, {"resume": {"only": ["model"]}}):
@@ -386,12 +402,12 @@ def test_an_adapter_begins_with_the_weights_of_its_base(
 
 
 def test_an_adapter_is_refused_without_it(
-    tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    first_parts: FirstParts, tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the snapshot has in addition is named; with `strict: no` the base remains."""
     monkeypatch.setitem(WRAPS, "lora", lora)
     wrapped("lora")
-    folder = first_part(TRAINERS["plain"], Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_parts.copy(TRAINERS["plain"], Setup(), tmp_path / "1", "lora")
     wrapped("plain")
     with pytest.raises(MismatchError, match=r"head\.lora_A\.default\.weight"):
         TRAINERS["plain"].train(Setup(), resume_only(folder), 11)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,10 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.tools.check_run import Checker
 from tests.cli.conftest import ckpt  # noqa: F401 - a fixture
 from tests.parity.places import PARTS, WAIT_SECONDS, ParityPlace, train
+from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
+from tests.servers.s3 import S3Server
+from tests.servers.wire import Wire
+from tests.support import interpreters
 
 Ckpt = Callable[..., Any]
 CALLS = {
@@ -47,6 +52,21 @@ with Checkpointer(config, writer="thread") as run:
     assert run.load()["step"] == 3
 with Checkpointer(config, writer="thread") as run:
     run.save({"step": 4}, step=4).wait(60)
+"""
+
+
+DAMAGED_WITHOUT_LIBRARY = """
+import sys
+sys.modules["pyeclib"] = None
+from ckpt_engine import Checkpointer
+from ckpt_engine.cli.main import main
+try:
+    main(["verify", sys.argv[1]])
+except SystemExit as ended:
+    assert ended.code == 1
+with Checkpointer(sys.argv[1], writer="thread") as run:
+    assert run.load()["step"] == 2
+    print(*run.loaded.rejected)
 """
 
 
@@ -133,15 +153,61 @@ def test_a_scrub_reads_parity_at_its_rate_and_again_when_it_is_due(
     assert place.objects() == place.was
 
 
+@pytest.mark.parametrize("command", ["scrub", "repair"])
+def test_all_parity_that_is_lost_is_made_again_as_the_configuration_says(
+    ckpt: Ckpt, place: ParityPlace, tmp_path: Path, command: str
+) -> None:
+    """Nothing at the place says any more that it had some: neither parity nor a second copy of a manifest is left."""
+    config = tmp_path / "c.yaml"
+    config.write_text(f"tiers: [{{url: {tmp_path / 'run'}, parity: {{data: 8, parity: 2}}}}]\n")
+    place.storage.delete(*map(str, place.parities.values()), *map(names.copy_name, place.ids))
+    assert "mended" not in ckpt(command, tmp_path / "run").out
+    done = ckpt(command, config)
+    assert (done.code, done.err) == (0, "") and place.objects() == place.was
+
+
 def test_only_writing_needs_the_library(place: ParityPlace, tmp_path: Path) -> None:
     """A run with parity is listed, verified and loaded without it."""
     config = tmp_path / "c.yaml"
     config.write_text(f"tiers: [{{url: {tmp_path / 'run'}, parity: {{data: 8, parity: 2}}}}]\n")
     command = [sys.executable, "-c", WITHOUT_LIBRARY, str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = interpreters.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 1
     assert "ConfigError: [CKPT100] parity needs pyeclib → pip install 'ckpt-engine[parity]'" in done.stderr
     assert ParityPlace(str(tmp_path / "run")).was == place.was
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated"])
+def test_where_the_library_is_missing_damage_names_what_to_install(
+    place: ParityPlace, tmp_path: Path, damage: str
+) -> None:
+    """The load that takes an older snapshot says why."""
+    data = bytearray(place.was[place.newest_file])
+    data[len(data) // 2] ^= 1
+    place.replace(place.newest_file, bytes(data) if damage == "flipped" else bytes(data[: len(data) * 7 // 8]))
+    command = [sys.executable, "-c", DAMAGED_WITHOUT_LIBRARY, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'ckpt-engine[parity]'` lets its parity mend it" in done.stdout
+
+
+def test_a_store_that_fails_is_not_damaged_parity(
+    ckpt: Ckpt,
+    tmp_path: Path,
+    moto: S3Server,
+    bucket: str,
+    wire: Wire,
+) -> None:
+    """A scrub says that the object could not be read, and why."""
+    url = f"s3://{bucket}/run"
+    train([{"url": url, "storage_options": moto.options(), "parity": PARTS}], 1)
+    (parity,) = map(str, ParityPlace(url, moto.options()).parities.values())
+    tier = {"url": url, "storage_options": moto.options(wire.url), "parity": PARTS}
+    (tmp_path / "c.yaml").write_text(json.dumps({"tiers": [tier]}))
+    wire.rule("403", "GET", "parity-8-2")
+    done = ckpt("scrub", tmp_path / "c.yaml", "--dry-run")
+    assert done.code == 1 and f"{parity}  COULD NOT BE READ" in done.out
+    assert "are not what was written" not in done.out and "DAMAGED" not in done.out
 
 
 def test_without_the_option_a_run_has_no_object_byte_or_call_more(

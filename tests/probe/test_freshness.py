@@ -24,6 +24,7 @@ from lightning_ckpt import AdaptiveCheckpoint
 from tests.accelerate.runs import make_accelerator
 from tests.loop.runs import Case
 from tests.probe.old_bytes import is_moment, is_weight, staging_of_old
+from tests.support.sweeps import crossed
 
 STEPS = 6
 FRESH = 2
@@ -153,7 +154,8 @@ def save(make: Make, root: Path) -> None:
             ckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=step).wait(60)
 
 
-TRAINERS = [lightning, accelerate, transformers_trainer, fabric, track, step_by_step, save]
+TRAINERS = [lightning, save, accelerate, transformers_trainer, fabric, track, step_by_step]
+"""The first follows the objects of a training, the second has states only; the others follow objects, too."""
 
 
 def settle(engine: Engine) -> None:
@@ -281,13 +283,12 @@ HEALTHY: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("train", TRAINERS)
-@pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY.keys())
+@pytest.mark.parametrize(("train", "name"), crossed(TRAINERS, [*HEALTHY], whole=2))
 def test_a_healthy_run_gives_no_alarm(
-    train: Callable[[Make, Path], None], make: Make, tmp_path: Path, heard: list[StaleSnapshot]
+    train: Callable[[Make, Path], None], name: str, tmp_path: Path, heard: list[StaleSnapshot]
 ) -> None:
     """Whatever does not change for a reason: frozen, unused, at no rate, not stepped, constant."""
-    train(make, tmp_path)
+    train(HEALTHY[name], tmp_path)
     assert heard == []
 
 
@@ -415,17 +416,16 @@ NO_RATE: dict[str, tuple[Make, bool]] = {
 }
 
 
-@pytest.mark.parametrize("train", TRAINERS)
-@pytest.mark.parametrize(("make", "said"), NO_RATE.values(), ids=NO_RATE.keys())
+@pytest.mark.parametrize(("train", "name"), crossed(TRAINERS, [*NO_RATE], whole=2))
 def test_a_run_in_which_every_learning_rate_stays_0_is_reported(
     train: Callable[[Make, Path], None],
-    make: Make,
-    said: bool,
+    name: str,
     tmp_path: Path,
     heard: list[StaleSnapshot],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once, at the fourth snapshot. A warm-up that begins at 0, and a group of several, give no alarm."""
+    make, said = NO_RATE[name]
     train(make, tmp_path)
     assert heard == []
     assert [record.message.split(": ")[0] for record in caplog.records if IDLE in record.message] == ["step 4"] * said

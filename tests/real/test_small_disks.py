@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.cli.main import main
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.errors import StorageFullError, StorageReadOnlyError
 from ckpt_engine.store import names
@@ -19,6 +20,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.testing import StorageContract, aligned, listed
+from tests.parity.places import PARTS, train
 from tests.store.samples import files, info, manifest, save
 
 pytestmark = pytest.mark.slow
@@ -127,6 +129,31 @@ def test_a_disk_that_turns_read_only_says_so(disk: Path) -> None:
             acquire(fresh)
     finally:
         _run("mount", "-o", "remount,rw", str(disk))
+
+
+def test_commands_on_a_disk_that_is_read_only(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run of a repair says what it would mend from parity; what cannot be written is named."""
+    train([{"url": str(disk / "run"), "parity": PARTS}], steps=1)
+    (data,) = (disk / "run/data").glob("*.safetensors")
+    with data.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"damaged")
+    _run("mount", "-o", "remount,ro", str(disk))
+    try:
+        for verb in ("repair", "scrub"):
+            assert _ckpt(verb, disk / "run", "--dry-run") == 1
+            assert f"data/{data.name}  can be mended from" in capsys.readouterr().out
+        assert _ckpt("export", disk / "run", disk / "out.safetensors") == 2
+        assert "Read-only file system" in capsys.readouterr().err
+    finally:
+        _run("mount", "-o", "remount,rw", str(disk))
+
+
+def _ckpt(*arguments: object) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(one) for one in arguments])
+    return int(ended.value.code or 0)
 
 
 def test_the_root_of_a_fresh_disk_can_be_a_run(disk: Path) -> None:

@@ -32,6 +32,7 @@ from ckpt_engine.store.storage import open_storage
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
+from tests.support import interpreters
 
 EVERY = "10 ms"
 WAIT_SECONDS = 60
@@ -416,7 +417,7 @@ def test_another_follower_takes_the_place_of_one_that_was_killed(tmp_path: Path)
     command = [sys.executable, "-m", "ckpt_engine.cli.main", "follow", str(tmp_path), "--component", "model"]
     with Checkpointer(tmp_path) as ckpt:
         save(ckpt, 1)
-        with subprocess.Popen([*command, "--every", EVERY, "--json"], stdout=subprocess.PIPE, text=True) as process:
+        with interpreters.Popen([*command, "--every", EVERY, "--json"], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             whole = sum(one.nbytes for one in state(1)["model"].values())
             assert json.loads(process.stdout.readline()) == {"step": 1, "tensors": 5, "bytes": whole}

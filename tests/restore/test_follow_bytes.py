@@ -29,6 +29,7 @@ from tests.restore.test_follow import (  # noqa: F401
 )
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.wire import Wire
+from tests.support import interpreters
 
 LEAST_RATIO = 45
 """The bar: bytes of all weights, by those that are read for one step."""
@@ -202,21 +203,23 @@ def test_followers_that_are_killed_again_and_again(tmp_path: Path) -> None:
     """Real processes and `kill -9` at random: each new one catches up, and no one ever has a mixture."""
     command = [sys.executable, "-m", "tests.restore.follow_victim", str(tmp_path)]
     chance, lines = random.Random(5), list[str]()
-    process: subprocess.Popen[str] | None = None
+    process: interpreters.Popen | None = None
     with Checkpointer(tiers=[{"url": str(tmp_path), "codec": "delta", "keep": {"last": 2}}]) as ckpt:
         for step in range(1, 31):
             save(ckpt, step)
             if process is None:
-                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                process = interpreters.Popen(command, stdout=subprocess.PIPE, text=True)
                 assert process.stdout is not None
                 lines.append(process.stdout.readline().strip())
             elif chance.random() < 0.2:
-                process.kill()
-                lines += process.communicate(timeout=WAIT_SECONDS)[0].split()
+                with process:
+                    process.kill()
+                    lines += process.communicate(timeout=WAIT_SECONDS)[0].split()
                 process = None
-    last = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True)
+    last = interpreters.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True)
     if process is not None:
-        lines += process.communicate(timeout=WAIT_SECONDS)[0].split()
+        with process:
+            lines += process.communicate(timeout=WAIT_SECONDS)[0].split()
     assert all(line.isdecimal() for line in lines) and len(lines) >= 3
     assert last.stdout.split() == ["30"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from ckpt_engine.writer.persister import Persister
 from tests.servers.fixtures import bucket, moto  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.store.test_object_storage_obstore import options as obstore_options
+from tests.support import interpreters
 
 SCRIPT = Path(__file__).parent / "sealed_script.py"
 
@@ -40,15 +40,15 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def trained(config: dict[str, Any], last: int, kill_after: int | None = None) -> list[str]:
-    """What the script prints; it is killed with all that it started once a step is durable."""
+    """What the script prints; it is killed once a step is durable."""
     command = [sys.executable, str(SCRIPT), json.dumps(config), str(last)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with interpreters.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line.strip())
             if line.strip() == f"durable {kill_after}":
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
         assert process.wait(60) == (0 if kill_after is None else -signal.SIGKILL)
     return lines
 
@@ -236,6 +236,8 @@ def test_what_commands_do_with_a_plain_run_they_do_with_a_sealed_one(
     yaml.write_text(json.dumps(config))
     for command in (["ls"], ["status"], ["goodput"]):
         assert ckpt(command[0], yaml, *command[1:]) == 0, command
+    assert ckpt("fork", yaml, tmp_path / "fork of a file of options") == 0
+    assert (tmp_path / "fork of a file of options/ckpt.json").read_bytes().startswith(names.SEALED)
     assert ckpt("show", f"{yaml}#latest") == 0
     assert "secret_name" in capsys.readouterr().out
     assert ckpt("diff", f"{yaml}#2", f"{yaml}#3") in (0, 1)

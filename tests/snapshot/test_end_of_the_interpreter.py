@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import interpreters
 
 SCRIPT = """
 import sys, threading, torch
@@ -27,7 +28,7 @@ threading.Thread(target=lambda: (main.join(60), go_on.wait(0.5), print("the thre
 def test_an_engine_that_fails_at_the_end_stops_no_other_and_no_thread(tmp_path: Path) -> None:
     """Its error is logged; Python joins the threads of the script all the same."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    ended = interpreters.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "as it ended: " in ended.stderr
     assert "the disk is gone" in ended.stderr
     assert "Exception ignored" not in ended.stderr

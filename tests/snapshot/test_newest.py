@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ckpt_engine.copy.job import ErrorRecord, JobDone, Layout, PersistJob
+from ckpt_engine.copy.job import ErrorRecord, JobDone, Layout, PersistJob, Started
 from ckpt_engine.copy.memory_limits import MemoryLimit
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
@@ -29,7 +29,7 @@ PATIENCE_SECONDS = 60.0
 class FakeWriter:
     """A client whose messages reach the kernel, and whose jobs end, when the test says so."""
 
-    first_seq, peer_port, history = 1, 0, None
+    started = Started(1, None)
 
     def __init__(self, memory: bool = True) -> None:
         self.memory = memory

@@ -422,7 +422,7 @@ def campaign(root: Path, seeds: range) -> None:
     """Against what a writer answers: after each of them it answers what it should."""
     ranks = RankConfig(1, 2, "secret", None, 1.0, "here", mirrors=True)
     memory = MemorySnapshots(Ids(), lambda: None)
-    queue: Any = SimpleNamespace(held=memory, flush=lambda: None, ranks=ranks, peers=None)
+    queue: Any = SimpleNamespace(held=memory, flush=lambda: None, config=SimpleNamespace(ranks=ranks), peers=None)
     handlers = ControlHandlers(queue, lambda what, who: True, lambda: True, lambda: None)
     served = Control(str(root), handlers.answer)
     served.open(WAIT_SECONDS)

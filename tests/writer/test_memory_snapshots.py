@@ -245,7 +245,7 @@ class Visit:
         self.lives = self.takes = True
         self.forwarded: list[tuple[str, str]] = []
         self.byes = 0
-        queue: Any = SimpleNamespace(held=snapshots, flush=lambda: None, ranks=None, peers=None)
+        queue: Any = SimpleNamespace(held=snapshots, flush=lambda: None, config=SimpleNamespace(ranks=None), peers=None)
         self.handlers = ControlHandlers(queue, self.forward, lambda: self.lives, self.bye)
 
     def forward(self, what: str, who: str) -> bool:

@@ -32,6 +32,7 @@ from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import decode, encode
+from ckpt_engine.writer.client import WriterLife
 from ckpt_engine.writer.launch import ThreadWriter
 from ckpt_engine.writer.messages import Kind
 
@@ -211,6 +212,15 @@ def test_a_lost_writer_loses_its_open_jobs_once() -> None:
     with pytest.raises(WriterError, match="gone"):
         client.submit(JOB)
     assert not client.wait(60.0)  # returns at once: nothing will come
+
+
+def test_a_writer_that_continues_alone_is_not_waited_for_again() -> None:
+    """What it says of its copies after that does not take it back, nor does closing it."""
+    client = ThreadWriter(WriterConfig("tier"))
+    client._hear({"kind": Kind.CLOSED, "left": "a copy", "said": True, "copies": True})
+    client._hear({"kind": Kind.COPYING, "waits": "", "seconds": 1.0, "copies": True})
+    client._reached(WriterLife.CLOSING)
+    assert client._life is WriterLife.ALONE
 
 
 def test_waiting_ends_when_something_comes() -> None:

@@ -100,7 +100,7 @@ def test_a_call_that_ends_while_it_is_being_left_is_no_call_that_hangs(
     def late(one: Replicator, error: StorageStalledError) -> Exception | None:
         found = give_up(one, error)
         if found is not None:
-            call = one.tier.copies._call
+            call = one.tier.place.copy_lane._call
             end.set()
             until(lambda: call is None or call.done, lambda: "the call does not end", WAIT_SECONDS)
         return found
@@ -124,7 +124,7 @@ def test_nothing_follows_an_end(run: Run, state: TierState) -> None:
     run.start()
     assert run.client is not None
     run.save(1)
-    (one,) = run.client._queue._persister._secondary._replicators  # type: ignore[union-attr]
+    (one,) = run.client._queue._persister._secondary.replicators  # type: ignore[union-attr]
     run.close()
     one.join(WAIT_SECONDS)
     assert not one.is_alive()

@@ -91,7 +91,7 @@ def test_a_tier_stores_its_copies_encoded(run: Run) -> None:
         run.save(step)
         event = run.until_copied(step)
         assert event.sent_bytes < 24 << 10
-        assert event.encoding.startswith("zstd: 0.0655 MB → ")
+        assert event.encoding.startswith("zstd: 66 kB → ")
         assert run.until_copied(step, run.third).encoding == ""
     run.close()
     assert steps(run.near) == steps(run.third) == [1, 2, 3]
@@ -152,7 +152,7 @@ def test_auto_first_measures_and_then_encodes_what_a_slow_link_wants(run: Run, m
     assert first.sent_bytes > 64 << 10
     run.save(2)
     second = run.until_copied(2)
-    assert re.match(r"auto: the link takes [\d.]+ [kM]B/s, encoding is faster; 0\.0655 MB → ", second.encoding)
+    assert re.match(r"auto: the link takes [\d.]+ [kM]B/s, encoding is faster; 66 kB → ", second.encoding)
     assert second.sent_bytes < 24 << 10
     run.close()
     assert decoded_steps(run.far) == [1, 2]
@@ -232,7 +232,7 @@ def test_auto_encodes_numbers_by_planes_and_the_rest_by_zstd_on_a_slow_link(tmp_
     assert place.copy(1, 1e6) == PLAIN
     assert place.auto.why == "as it is, to measure the link"
     assert place.copy(2, 1e6) == SLOW
-    assert place.auto.why.startswith("auto: the link takes 1 MB/s, encoding is faster; 0.8 MB → ")
+    assert place.auto.why.startswith("auto: the link takes 1 MB/s, encoding is faster; 800 kB → ")
     assert "\n" not in place.auto.why
 
 

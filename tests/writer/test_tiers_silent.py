@@ -342,13 +342,29 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
 
     config = WriterConfig(url=str(run.near), tiers=(run.tier(),))
     near = LocalStorage(run.near)
-    made = secondary_tiers.SecondaryTiers(config, near, LeaseHolder.current(), heard)
+    made = secondary_tiers.SecondaryTiers(config, heard)
+    made.place(near, LeaseHolder.current())
+    made.open()
     made.join_run(Repository(near), say=True)
     assert lines == [
         f"waiting for file://{run.far} to say which run this is, up to {secondary_tiers.SURVEY_SECONDS:.0f} s: "
         f"file://{run.near} is empty"
     ]
     made.stop()
+
+
+def test_what_is_stopped_before_it_starts_copies_nothing(run: Run) -> None:
+    """A trainer may be gone before the tiers are opened, which takes long."""
+    made = secondary_tiers.SecondaryTiers(WriterConfig(url=str(run.near), tiers=(run.tier(),)), lambda _: None)
+    near = LocalStorage(run.near)
+    made.place(near, LeaseHolder.current())
+    made.stop()
+    made.open()
+    made.join_run(Repository(near))
+    made.start()
+    (one,) = made.replicators
+    one.join(WAIT_SECONDS)
+    assert not one.is_alive()
 
 
 def test_signs_of_a_place_count_only_while_it_is_asked() -> None:

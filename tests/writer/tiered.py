@@ -77,7 +77,7 @@ class Run:
         assert self.client is not None
         fleet, deadline = self.client._queue._persister._secondary, time.monotonic() + WAIT_SECONDS
         assert fleet is not None
-        (found,) = (one for one in fleet._replicators if one.tier.url == f"file://{path or self.far}")
+        (found,) = (one for one in fleet.replicators if one.tier.url == f"file://{path or self.far}")
         while not found.idle:
             assert time.monotonic() < deadline, f"{found.tier.url} does not come to rest"
             time.sleep(0.005)

@@ -78,6 +78,10 @@ class FsspecStorage(ObjectStore):
             reason = redaction.redacted(str(err), self._secrets)
             shown = StorageError(f"no storage for {scheme}:// URLs: {reason}", hint="use a path, s3:// or file://")
             raise shown from self._shown(err)
+        except OSError as err:  # some connect at once
+            reason = redaction.redacted(str(err), self._secrets)
+            hint = "check the name of its host, and the network"
+            raise StorageError(f"{self.url} is unreachable: {reason}", hint=hint) from self._shown(err)
         client_randomness.shield()
         self._fs: Any = filesystem
         self._root = root.rstrip("/")

@@ -1,4 +1,4 @@
-"""Keeps out of messages what opens an object store."""
+"""Hides credentials of storages in whatever is shown."""
 
 from __future__ import annotations
 

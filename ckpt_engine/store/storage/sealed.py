@@ -240,7 +240,8 @@ class SealedStorage(WrapperStorage):
         if len(header) < _HEADER.size or not header.startswith(names.SEALED):
             raise SealError(
                 f"{self.url}/{name} is not sealed, and seal asks for it",
-                hint="`ckpt cp --seal` seals a run; if this one was sealed, somebody has changed it",
+                hint="`ckpt cp --seal` seals a run; commands read one that never was sealed without "
+                f"{names.KEY_VARIABLE}; else somebody has changed it",
             )
         _, public, nbytes, _ = _HEADER.unpack(header)
         secret = self._ring.secret(self.inner, public)

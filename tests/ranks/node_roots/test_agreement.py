@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.copy import job
-from ckpt_engine.copy.job import RankConfig, WriterConfig
+from ckpt_engine.copy.job import RankConfig, Started, WriterConfig
 from ckpt_engine.errors import LeaseHeldError, RanksError, StorageError, WriterError
 from ckpt_engine.ranks import session, world
 from ckpt_engine.ranks.session import Beacon, Session, Sight, divide, sees
@@ -27,10 +27,8 @@ EVERYBODY = ((0, 1, 2, 3),)
 class Client:
     """A writer that is only started."""
 
-    peer_port = 0
-
     def __init__(self, ranks: RankConfig, first_seq: int) -> None:
-        self.ranks, self.first_seq, self.closed = ranks, first_seq, False
+        self.ranks, self.started, self.closed = ranks, Started(first_seq, None), False
 
     def close(self, timeout: float) -> bool:
         self.closed = True

@@ -20,7 +20,8 @@ from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.writer import commit_of_ranks, part_records, secondary_tiers
+from ckpt_engine.writer import commit_of_ranks, part_records
+from ckpt_engine.writer.node_member_tier import NodeMemberTier
 from ckpt_engine.writer.replicate import Replicator
 from ckpt_engine.writer.secondary_tier import SecondaryTier
 from tests.ranks.node_roots.committing import Nodes, Sink
@@ -67,8 +68,8 @@ def test_a_node_that_does_not_answer_makes_the_copy_absent_and_the_next_one_is_f
 ) -> None:
     """Rank 0's tier stops waiting, and says which ranks it misses; the nodes' own snapshots stay."""
     answers = threading.Event()
-    advance = secondary_tiers.NodeMemberTier.advance
-    monkeypatch.setattr(secondary_tiers.NodeMemberTier, "advance", lambda self: answers.is_set() and advance(self))
+    advance = NodeMemberTier.advance
+    monkeypatch.setattr(NodeMemberTier, "advance", lambda self: advance(self) if answers.is_set() else None)
     nodes = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")], wait_seconds=0.3)
     nodes.save(1)
     deadline = time.monotonic() + 30
@@ -89,8 +90,8 @@ def test_a_node_that_does_not_answer_makes_the_copy_absent_and_the_next_one_is_f
 def test_a_node_that_has_lost_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is given up at once, and the next snapshot is copied."""
     answers = threading.Event()
-    advance = secondary_tiers.NodeMemberTier.advance
-    monkeypatch.setattr(secondary_tiers.NodeMemberTier, "advance", lambda self: answers.is_set() and advance(self))
+    advance = NodeMemberTier.advance
+    monkeypatch.setattr(NodeMemberTier, "advance", lambda self: advance(self) if answers.is_set() else None)
     nodes = Nodes(tmp_path, (0, 1), tiers=[str(tmp_path / "far")])
     nodes.save(1)
     until(lambda: list((tmp_path / "far" / "parts").glob("*wanted.json")))
@@ -119,7 +120,7 @@ def test_a_node_ends_when_rank_0_has_asked_for_all_it_wants(tmp_path: Path, monk
 
     def finishing(self: Replicator) -> None:
         finish(self)
-        if isinstance(self.tier, secondary_tiers.NodeMemberTier):
+        if isinstance(self.tier, NodeMemberTier):
             threading.Timer(0.3, closing.set).start()  # time to end in, which it must not
 
     monkeypatch.setattr(SecondaryTier, "_open", late)

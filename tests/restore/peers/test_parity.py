@@ -141,7 +141,7 @@ def serve(writer: Writer, snapshot: str) -> None:
 def source(writer: Writer, snapshot: str) -> ShareSource:
     parity = writer.peers.parity
     rank = writer.ranks.rank
-    return ShareSource(rank, [snapshot], "127.0.0.1", writer.peers.port, SECRET, parity.group, parity.ids())
+    return ShareSource(rank, [snapshot], "127.0.0.1", writer.peers.server.port, SECRET, parity.group, parity.ids())
 
 
 @pytest.mark.parametrize(("group", "lost"), [(3, 0), (3, 1), (3, 2), (2, 0), (2, 2)], indirect=["group"])
@@ -217,7 +217,7 @@ class Sender:
 
     def __init__(self, writer: Writer, to: Writer, number: int) -> None:
         self.writer, self.to = writer, to
-        self.line: PeerConnection = connect("127.0.0.1", to.peers.port, SECRET)
+        self.line: PeerConnection = connect("127.0.0.1", to.peers.server.port, SECRET)
         self.number = number
 
     def begin(self, of: str, **changes: Any) -> bytes:
@@ -335,7 +335,7 @@ def test_a_member_that_is_gone_is_reported_and_its_successor_takes_part(group: l
     assert group[0].kept == [first]
     successor = Writer(1, 3, 3)
     meet([group[0], successor, group[2]], moved=1)
-    address = ("127.0.0.1", successor.peers.port)
+    address = ("127.0.0.1", successor.peers.server.port)
     until(lambda: all(group[rank].peers._keepers[1].address == address for rank in (0, 2)))
     offer_all([group[0], successor, group[2]], 3)
     successor.close()

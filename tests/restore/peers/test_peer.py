@@ -79,7 +79,7 @@ def test_a_slot_that_may_have_changed_is_not_sent(writers: list[Writer]) -> None
 def test_who_does_not_know_the_secret_gets_nothing(writers: list[Writer]) -> None:
     """A stranger without the secret fails as a client, as a server, and as one that sends back what it receives."""
     with pytest.raises((WriterError, OSError)):
-        connect("127.0.0.1", writers[1].peers.port, "another")
+        connect("127.0.0.1", writers[1].peers.server.port, "another")
     with socket.create_server(("127.0.0.1", 0)) as fake:
 
         def echo() -> None:
@@ -98,7 +98,7 @@ def test_who_does_not_know_the_secret_gets_nothing(writers: list[Writer]) -> Non
 def test_rank_0_hears_from_more_ranks_than_others_do() -> None:
     """Each rank keeps a connection to rank 0, which accepts more of them than the limit of other ranks allows."""
     lead = Writer(0, 100)
-    lines = [connect("127.0.0.1", lead.peers.port, SECRET) for _ in range(99)]
+    lines = [connect("127.0.0.1", lead.peers.server.port, SECRET) for _ in range(99)]
     snapshot = IDS[1]
     lead.peers._done(snapshot)
     for rank, line in enumerate(lines, 1):
@@ -139,7 +139,7 @@ def test_a_partner_that_is_gone_is_reported_once_and_its_successor_is_used(write
     assert len([one for one in writers[0].notices if "memory of this machine only" in one]) == 1
     successor = Writer(1, 2)
     meet([writers[0], successor], moved=1)
-    until(lambda: writers[0].peers._keepers[1].address == ("127.0.0.1", successor.peers.port))
+    until(lambda: writers[0].peers._keepers[1].address == ("127.0.0.1", successor.peers.server.port))
     snapshot = writers[0].offer(4)
     until(lambda: snapshot in successor.kept)
     until(lambda: any("is back" in one for one in writers[0].notices))

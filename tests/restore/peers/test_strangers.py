@@ -267,7 +267,7 @@ def campaign(seeds: range) -> None:
     try:
         for seed in seeds:
             target = (writers[seed % 2], group[seed % 3])[seed // 2 % 2]
-            attack(target.peers.port, SECRET, seed)
+            attack(target.peers.server.port, SECRET, seed)
             if seed % 25 == 0:
                 snapshot = writers[0].offer(seed + 1)
                 until(lambda snapshot=snapshot: snapshot in writers[1].kept)

@@ -89,7 +89,7 @@ class Writer:
 
 def meet(writers: list[Writer], *, moved: int | None = None) -> None:
     """Each on a machine of its own learns of the others; `moved`: this one alone, which took the place of another."""
-    addresses = [["127.0.0.1", one.peers.port] for one in writers]
+    addresses = [["127.0.0.1", one.peers.server.port] for one in writers]
     nodes = [one.ranks.node for one in writers]
     for rank, one in enumerate(writers):
         if moved in (None, rank):

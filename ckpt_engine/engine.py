@@ -16,15 +16,8 @@ import torch
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.config.rehearsal import Rehearsal
-from ckpt_engine.copy.job import ErrorRecord, WriterConfig
-from ckpt_engine.errors import (
-    ArgumentError,
-    CkptError,
-    ConfigError,
-    SnapshotFailedError,
-    SnapshotSkippedError,
-    WaitTimeoutError,
-)
+from ckpt_engine.copy.job import WriterConfig
+from ckpt_engine.errors import ArgumentError, ConfigError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import (
     LOG,
@@ -50,8 +43,8 @@ from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.changes import OTHER_WAY, Changes
 from ckpt_engine.restore.choose import Candidate, ManifestCheck
 from ckpt_engine.restore.load import Restorer
-from ckpt_engine.run_end import ClosingTime, Ending
 from ckpt_engine.snapshot import arguments
+from ckpt_engine.snapshot.newest_state import NewestState
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.save_request import WAIT_SECONDS, Request, SaveHandle
@@ -67,51 +60,34 @@ AGREE_SECONDS = 300.0
 T = TypeVar("T")
 U = TypeVar("U")
 Named = Callable[[], Mapping[str, T]]
-_SKIPPED = SnapshotSkippedError.code
-"""Another rank was busy, or reports itself what it lost."""
 
 
-class NewestState:
-    """The newest state that was to be saved, and whether it is durable.
-
-    Args:
-        on_error: the option.
-
-    Attributes:
-        durable_step: of the newest snapshot that is durable; -1: none is.
-        cause: why the newest snapshot that was wanted is durable nowhere; None: it is, or may become so.
-    """
-
-    def __init__(self, on_error: str) -> None:
-        self._on_error = on_error
-        self._handle: SaveHandle | None = None
-        self._step = self.durable_step = -1
-        self.cause: CkptError | None = None
-
-    def note_wanted(self, step: int, handle: SaveHandle | None, cause: CkptError | None = None) -> None:
-        """The state of this step was to be saved; `handle`: its snapshot was taken, `cause`: why it was not."""
-        self._handle, self._step, self.cause = handle, step, cause
-
-    def settle(self, event: SnapshotCommitted | SnapshotFailed) -> None:
-        """What has become of a snapshot."""
-        if isinstance(event, SnapshotCommitted):
-            self.durable_step = event.step
-            self.cause = None if event.step == self._step else self.cause
-        elif event.step == self._step and event.code != _SKIPPED:
-            self.cause = ErrorRecord(event.code, event.message, event.hint).exception()
+class Ending:
+    """What the end of a run has to know of what stops it; here nothing does."""
 
     @property
-    def loss(self) -> SnapshotFailedError | None:
-        """What the run loses if it ends now: the last state that was to be saved is durable nowhere. None: nothing."""
-        if self.cause is None or (self._handle is not None and self._handle.has_raised):
-            return None
-        newest = "no snapshot is durable" if self.durable_step < 0 else f"step {self.durable_step:,} is the newest"
-        ends = "" if self._on_error == "warn" else "`on_error: warn` ends without this error"
-        hints = (self.cause.hint, "`on_error: raise` stops training at the first failure", ends)
-        return SnapshotFailedError(
-            f"step {self._step:,} is lost, its state is durable nowhere, {newest}: {self.cause.message}",
-            hint="; ".join(filter(None, hints)),
-        )
+    def stopped_by(self) -> str | None:
+        """Who has asked the run to stop, if that is so."""
+        return None
+
+    @property
+    def tells(self) -> bool:
+        """Whether the end says what is late: as an error, or in the log if the run is to stop. Else others say it."""
+        return True
+
+    def seconds_left(self, at_most: float) -> float:
+        """How long something may be waited for."""
+        return at_most
+
+    def hurries(self, copies: bool) -> bool:  # noqa: ARG002
+        """Whether a wait ends now; `copies`: one for what further tiers lack, which can be done without."""
+        return False
+
+    def leave(self) -> None:
+        """The run is closed: of several ranks this one has nothing more to do."""
+
+    def ended(self) -> None:
+        """Everything is durable."""
 
 
 class Engine:
@@ -172,8 +148,7 @@ class Engine:
         self.times = times_of(self.config.root_url, SystemClock())
         self._fatal: list[TierDegraded] = []
         self.ending = Ending()
-        self._why: Callable[[], str] = str
-        self._closing = ClosingTime()
+        self._closing, self._close_by = False, math.inf
         self.newest = NewestState(self.config.on_error)
 
     @property
@@ -188,19 +163,18 @@ class Engine:
         resumed = {} if loaded is None else {"resumed from": f"step {loaded.info.step:,}"}
         return {"at": self.root_url, **resumed, "newest durable": f"step {durable:,}" if durable >= 0 else "none yet"}
 
-    def paced_by(self, pace: Callable[[], Mapping[str, Any]], why: Callable[[], str]) -> None:
+    def paced_by(self, pace: Callable[[], Mapping[str, Any]]) -> None:
         """What decides how often snapshots are taken, see `Cadence.pace`: for further tiers and `ckpt status`.
 
         Args:
             pace: see `Cadence.pace`.
-            why: see `Cadence.why`.
         """
-        self._pipeline.pace, self._why = pace, why
+        self._pipeline.pace = pace
 
     @property
     def rhythm(self) -> str:
         """How often snapshots are taken, and why, for people; empty where nothing decides it."""
-        return f"snapshots {why}" if (why := self._why()) else ""
+        return f"snapshots {why}" if (why := self._pipeline.pace().get("why")) else ""
 
     def follow_file(self, source: object, options: Mapping[str, Any]) -> None:
         """Where the options came from a YAML file, an edit of it takes effect while training runs.
@@ -385,7 +359,7 @@ class Engine:
         handle = self._pipeline.save(state, wanted)
         if handle.skipped is None:
             self.newest.note_wanted(wanted.step, handle)
-            self._closing.in_vain_seconds = 0.0
+            self.newest.in_vain_seconds = 0.0
         self.times.waited("stall", time.monotonic() - began)
         self._pipeline.spend(self.times)
         self._say_what_stays()
@@ -537,8 +511,8 @@ class Engine:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight, not beyond a stop or what `begin_close` says. See `Checkpointer.wait`."""
         began, most = time.monotonic(), arguments.seconds(timeout, WAIT_SECONDS)
-        done = self._pipeline.drain(min(most, self._closing.seconds_left), self.ending.hurries)
-        self._closing.in_vain_seconds = 0.0 if done else time.monotonic() - began
+        done = self._pipeline.drain(min(most, max(0.0, self._close_by - began)), self.ending.hurries)
+        self.newest.in_vain_seconds = 0.0 if done else time.monotonic() - began
         return done
 
     @property
@@ -552,21 +526,22 @@ class Engine:
         Args:
             timeout: see `Checkpointer.close`.
         """
-        self._closing.limit(arguments.seconds(timeout, CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end))
+        most = arguments.seconds(timeout, CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end)
+        self._close_by = time.monotonic() + most - self.newest.in_vain_seconds
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
         """See `Checkpointer.close`."""
-        if timeout is not None or self._closing.seconds_left == math.inf:
+        if timeout is not None or self._close_by == math.inf:
             self.begin_close(timeout)
-        if self._closing.has_begun or self.tenure.forked:
+        if self._closing or self.tenure.forked:
             return
-        self._closing.has_begun = True
+        self._closing = True
         self.times.over()
         self._pipeline.spend(self.times)
         self._restorer.detach()
         keeps = failed and self.memory and self._session is not None
         try:
-            left = self.ending.seconds_left(self._closing.seconds_left)
+            left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
             error = sys.exception()
             failed = failed and self.ending.stopped_by is None and is_failure(error)
             why = self.ending.stopped_by or ("" if error is None else type(error).__name__)
@@ -577,11 +552,11 @@ class Engine:
             if self.ending.tells:
                 LOG.error("%s", err)
         except KeyboardInterrupt:
-            self._closing.has_begun = False
+            self._closing = False
             raise
         finally:
             self.ending.leave()
-            if self._closing.has_begun:
+            if self._closing:
                 self.tenure.over()
         loss = self.newest.loss
         if loss is None or self._fatal:
@@ -610,7 +585,7 @@ class Engine:
 
     def _emit(self, event: Event) -> None:
         is_late = isinstance(event, SnapshotFailed) and event.code == WaitTimeoutError.code
-        if self._closing.has_begun and not self.ending.tells and (is_late or isinstance(event, WriterLost)):
+        if self._closing and not self.ending.tells and (is_late or isinstance(event, WriterLost)):
             return  # the writer continues without this process with what it has not written yet
         if isinstance(event, AttemptsFound):
             self.times.found(event)
@@ -620,9 +595,7 @@ class Engine:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):
             # At the end the line about what is missing says it.
-            known = event.tier in self._restorer.away or (
-                self._closing.has_begun and self._restorer.is_further(event.tier)
-            )
+            known = event.tier in self._restorer.away or (self._closing and self._restorer.is_further(event.tier))
             self._restorer.away.discard(event.tier)
             event = replace(event, known=known)
         self.events.emit(event)

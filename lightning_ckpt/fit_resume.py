@@ -176,7 +176,7 @@ class FitResume(FreshStart):
         self._own = own
         self._set_teams(*sharded.team_sizes(loaded.manifest, self._trainer))
         if self._run is not None and self._elastic is None:
-            self._run.audit.resumes(own.get("audit", {}), own["hidden"])
+            self._run.capture.audit.resumes(own.get("audit", {}), own["hidden"])
         self._note_place(own, own["epoch"] if self.finished else None)
         if back is not None:
             self.report.notes.append(back.text())
@@ -446,7 +446,7 @@ class FitResume(FreshStart):
             missing += self._elastic.not_restored("running means" if internals.results or own["metrics"] else "")
         run_state.restore_tables(internals, module.device, own["tables"])
         if self._run is not None:
-            seen, unseen = self._run.audit.restore("start" if self.finished else "batch")
+            seen, unseen = self._run.capture.audit.restore("start" if self.finished else "batch")
             restored, missing = [*seen, *restored], missing + unseen
         missing += self._restore_streams()
         if internals.validates_by_time:

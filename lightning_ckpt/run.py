@@ -141,7 +141,7 @@ class FitRun:
         self.engine.tenure.release = self.disconnect
         self.resume.go_on_beside()
         self._flags_at_start = sharded.model_of(self._trainer).entries()["flags"]
-        self._run.audit.begin("start")
+        self._run.capture.audit.begin("start")
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.resume_run()
         self._announce()
@@ -152,7 +152,7 @@ class FitRun:
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training. A resumed run has no sanity check."""
         if self._trainer.sanity_checking:
-            self._run.audit.begin_unrepeated()
+            self._run.capture.audit.begin("unrepeated")
         self._validation_began = time.monotonic()
 
     def validation_ended(self) -> None:
@@ -251,10 +251,10 @@ class FitRun:
         if self._owner not in self._trainer.callbacks:  # type: ignore[attr-defined]
             return
         if self._begun:
-            self._run.audit.hidden.stepped()
+            self._run.capture.audit.hidden.stepped()
         else:
             self._begun = True
-            self._run.audit.begin("batch")
+            self._run.capture.audit.begin("batch")
         if self.resume.pending:
             self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()

@@ -62,7 +62,9 @@ class HiddenState:
     """What training changes beside the state that is saved anyway.
 
     A process begins at two moments: `note("start", …)` before its first epoch, and `note("batch", …)` right before
-    its first batch. A resumed process compares itself with the first one at either.
+    its first batch. A resumed process compares itself with the first one at either. What follows
+    `note("unrepeated", …)` up to the next moment only the run's first process does, such as a check of the validation:
+    what that changes counts as changed, as another process begins with what was there before.
 
     Args:
         mode: auto: save and restore; report: only name; off: nothing.
@@ -71,9 +73,10 @@ class HiddenState:
 
     def __init__(self, mode: Mode, skipped: Iterable[str] = ()) -> None:
         self._mode = mode
+        self.is_watched = mode != "off"
+        """Whether anything is looked at."""
         self._skipped = frozenset(skipped)
         self._moments: dict[str, Beginning] = {}
-        self._before: Beginning | None = None
         self._unrepeated: dict[str, Unrepeated] = {}
         self._saved: Mapping[str, Any] = {}
         self._first: dict[str, Mapping[str, str]] = {}
@@ -89,28 +92,19 @@ class HiddenState:
         """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
         as an open file, is ready in this process."""
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether anything is looked at."""
-        return self._mode != "off"
-
     def note(self, moment: str, roots: Mapping[str, Any]) -> None:
         """Note what all attributes are now.
 
         Args:
             roots: the objects that take part in training, by the names that users know them by.
         """
+        before = self._moments.pop("unrepeated", None)
         self._moments[moment] = begun = Beginning(roots, self._skipped)
         modules = [(name, one) for name, one in roots.items() if isinstance(one, torch.nn.Module)]
         self._parameters = {f"{name}.{key}": p for name, one in modules for key, p in one.named_parameters()}
-        if self._before is not None:
-            self._unrepeated = dict(self._before.differences(begun))
-            self._before = None
+        if before is not None:
+            self._unrepeated = dict(before.differences(begun))
         begun.take_back(self._unrepeated)
-
-    def note_unrepeated(self, roots: Mapping[str, Any]) -> None:
-        """What is changed from here to the next moment counts as changed: see `Audit.begin_unrepeated`."""
-        self._before = Beginning(roots, self._skipped)
 
     def stepped(self) -> None:
         """The process has made a step. The first one counts that can be compared with a beginning."""
@@ -276,27 +270,15 @@ class Audit:
         self.hidden = HiddenState(mode, skipped)
         self._roots, self._ahead, self._log = roots, ahead, log
         self._locals = CarriedLocals()
-        self._looks = 0
+        self.early_looks = _FIRST_LOOKS if self.hidden.is_watched else 0
+        """How often `boundary` still looks where no snapshot is taken."""
         self._carried: list[str] = []
-
-    @property
-    def looks_early(self) -> bool:
-        """Whether `boundary` looks where no snapshot is taken."""
-        return self._looks < _FIRST_LOOKS and self.hidden.is_watched
 
     def begin(self, moment: str) -> None:
         """See `HiddenState.note`."""
         if self.hidden.is_watched:
             self._locals.modules = of_modules()
             self.hidden.note(moment, {**self._locals.modules, **self._roots()})
-
-    def begin_unrepeated(self) -> None:
-        """What follows, up to the first moment, only the run's first process does, such as a check of the validation.
-
-        What it changes counts as changed: another process begins with what was there before.
-        """
-        if self.hidden.is_watched:
-            self.hidden.note_unrepeated({**of_modules(), **self._roots()})
 
     def boundary(self, known: Collection[Any], *, taking: bool) -> None:
         """The loop is between two steps, and its frames are on this thread's stack.
@@ -306,9 +288,9 @@ class Audit:
             taking: a snapshot is taken here. Variables are compared there, before the first step and at the first
                 boundaries: what a step has changed is then known to the first snapshot.
         """
-        if not (self.looks_early or (taking and self.hidden.is_watched)):
+        if not (self.early_looks or (taking and self.hidden.is_watched)):
             return
-        self._looks += 1
+        self.early_looks = max(0, self.early_looks - 1)
         carries = [one for one in self._roots().values() if isinstance(one, Carry)]
         if new := self._locals.look(known, carries):
             self._log.warning("%s", sentence(new))

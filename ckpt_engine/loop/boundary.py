@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ckpt_engine.audit.audit import Audit
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import change
 from ckpt_engine.config.reporting import Status
@@ -391,11 +390,6 @@ class TrainingRun:
         self._recorder = recorder = engine.record(lambda: capture.parts.optimizers, lambda: capture.parts.modules)
         self.took: Callable[[Any], None] = recorder.took if recorder is not None else lambda _: None
         """Takes each batch that the loop gets of its training loader."""
-
-    @property
-    def audit(self) -> Audit:
-        """Looks at what no `state_dict` names."""
-        return self.capture.audit
 
     @property
     def _lazy(self) -> LazyPredicate | None:

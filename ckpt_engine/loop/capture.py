@@ -76,6 +76,7 @@ class Capture:
         wrappers: finds the models as DDP wraps them.
 
     Attributes:
+        parts, audit: these.
         made: `components.made_by_script` of the components.
     """
 

@@ -127,7 +127,7 @@ class FailingRun:
     """
 
     def __init__(self, run: TrainingRun) -> None:
-        self._parts, self._run = run.capture.parts, run
+        self._parts, self._audit, self._run = run.capture.parts, run.capture.audit, run
         self.last: LastBoundary[Callable[[], TakeLast]] = LastBoundary(self._make, run.config.overhead)
         self._step = 0
         self._around = sys.exception()
@@ -188,12 +188,16 @@ class FailingRun:
                 obstacle = str(err)
         if not all(of_framework(type(one)) for one in others.values()) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
-        modes, versions, attributes = tensors.modes(), tensors.versions(), self._run.audit.hidden.frozen(quick=True)
+        modes, versions, attributes = (
+            tensors.modes(),
+            tensors.versions(),
+            self._audit.hidden.frozen(quick=True),
+        )
         metrics = {} if obstacle else tensors.metric_states()
         copies = [] if obstacle else tensors.copies()
 
         def find() -> TakeLast:
-            require_unmoved(attributes, self._run.audit.hidden.frozen())
+            require_unmoved(attributes, self._audit.hidden.frozen())
             if tensors.identity() != _Tensors(self._parts).identity():
                 raise ImpossibleError("the model has other parameters or buffers than at that boundary")
             if tensors.versions() != versions or self._left not in (None, tensors.samples()):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ckpt_engine.engine import Engine
+from ckpt_engine.engine import Ending, Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
@@ -19,7 +19,6 @@ from ckpt_engine.observe.units import count, duration, share
 from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
-from ckpt_engine.run_end import Ending
 
 _LEAVE_SECONDS = 60.0
 """How long other ranks wait for rank 0 to have closed a run that has diverged."""

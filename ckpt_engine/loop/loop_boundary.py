@@ -35,9 +35,9 @@ class LoopBoundary:
 
     def decided(self, *, due: bool) -> None:
         tracker = self._tracker
-        if due or tracker._run.audit.looks_early:
-            tracker._run.audit.boundary(tracker._counters(self._feed), taking=due)
-        if not (due or tracker._prepared):
+        if due or tracker._run.capture.audit.early_looks:
+            tracker._run.capture.audit.boundary(tracker._counters(self._feed), taking=due)
+        if not (due or tracker._run.engine.snapshot_bytes):
             # The optimizers have their state now: the arena is made ready in the background.
             tracker._run.prepare(tracker._instant(self._feed, tracker._positions()).state())
 

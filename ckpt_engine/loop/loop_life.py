@@ -17,29 +17,25 @@ class LoopLife:
     Attributes:
         phase: of the loop.
         resumed: the loader whose pass the snapshot was taken in, until that pass is over.
+        batches: of that pass, which were trained before the resume.
         put_back: loaders that are at their saved place again, as nothing was trained on what they have given.
     """
 
     def __init__(self) -> None:
         self.phase = FRESH
         self.resumed: Feed | None = None
-        self._batches = 0
+        self.batches = 0
         self.put_back: list[Feed] = []
         self._gradient_hooks = ExitStack()
 
-    @property
-    def resumed_batches(self) -> int:
-        """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
-        return self._batches if self.resumed is not None else 0
-
     def resume(self, feed: Feed) -> None:
         """The loop is on its way to the place where it asked `feed` for a batch."""
-        self.resumed, self._batches = feed, feed.delivered
+        self.resumed, self.batches = feed, feed.delivered
         self.phase = self.phase.to(RESTORING)
 
     def continue_after(self, feed: Feed, batches: int) -> None:
         """The loop continues after so many batches of the epoch, which no snapshot of ours has recorded."""
-        self.resumed, self._batches = feed if batches else None, batches
+        self.resumed, self.batches = feed if batches else None, batches
 
     def awaits(self, feed: Feed) -> bool:
         """Whether a resumed loop has not asked for the first batch of this loader yet."""

@@ -133,8 +133,7 @@ class Loops:
 
     def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
-        for problem in self.untracked.named(self._home):
-            self._log.warning("%s", problem)
+        self.untracked.look(self._home, self._log)
         for one in due:
             if one.lead.ahead is None and one.phase in OPEN:
                 one.look_ahead(Ask(self._home))
@@ -208,7 +207,7 @@ class Loops:
             "around": {one.name: self._counts(one, ask) for one in self._feeds if one.phase in OPEN},
             "says": [
                 *(problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))),
-                *self.untracked.problems,
+                *filter(None, self.untracked.problems.values()),
             ],
         }
 

@@ -90,7 +90,7 @@ class LoopProgress(WithFacts, ABC):
     @property
     def resumed_batches(self) -> int:
         """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
-        return self._life.resumed_batches
+        return self._life.batches if self._life.resumed is not None else 0
 
     def close(self) -> None:
         """`finish`, then wait until everything is durable.

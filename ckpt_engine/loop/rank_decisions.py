@@ -592,7 +592,7 @@ def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cad
         else SharedCadence(settings, clock, engine.events, engine)
     )
     engine.times.measured = lambda: cadence.measured
-    engine.paced_by(cadence.pace, lambda: cadence.why)
+    engine.paced_by(cadence.pace)
     return cadence
 
 

@@ -24,7 +24,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
-from ckpt_engine.loop.components import Components, Counters, NamedParts, Surroundings
+from ckpt_engine.loop.components import Counters, NamedParts, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
@@ -89,11 +89,9 @@ class Tracker(LoopProgress):
         capture = Capture(parts, audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
         run = TrainingRun(engine, trainer, components.device_of(parts), capture, log)
         super().__init__(run, begins_at or 0)
-        self._surroundings = surroundings
+        self._parts, self._surroundings = parts, surroundings
         self._failing = FailingRun(run)
         self._missed = MissedBoundaries(run.stopping.halt, log, "optimizer step" if parts.optimizers else "batch")
-        self._prepared = False
-        """The arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
         engine.start(resumes=begins_at is None and engine.config.resume_word != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
@@ -112,10 +110,6 @@ class Tracker(LoopProgress):
         run.cadence.start(self._turns.step)
         run.stopping.start(self._turns.step)
 
-    @property
-    def _parts(self) -> Components:
-        return self._run.capture.parts
-
     # ---- what the loop reads and calls
 
     @property
@@ -124,7 +118,7 @@ class Tracker(LoopProgress):
         # Where it is read, a loop may be about to begin.
         begins = self._loops.start.read() and self._training is None
         if begins and not any(one.phase in OPEN for one in self._feeds):
-            self._run.audit.begin("batch")
+            self._run.capture.audit.begin("batch")
             self._resume.begins()
         return self._turns.step
 
@@ -259,11 +253,11 @@ class Tracker(LoopProgress):
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
         is_first = feed.delivered == 0 and life.phase is FRESH
         if is_first and not any(one.phase in OPEN for one in self._feeds if one is not feed):
-            self._run.audit.begin("batch")
-            self._run.audit.boundary(self._counters(feed), taking=False)
+            self._run.capture.audit.begin("batch")
+            self._run.capture.audit.boundary(self._counters(feed), taking=False)
         if life.phase is RESTORING and feed is life.resumed:
             if feed.resuming:
-                self._run.audit.begin("batch")
+                self._run.capture.audit.begin("batch")
                 self._resume.at_first_fetch()
                 self._run.begins(feed.lead.ahead or 0)
                 life.watch(self._parts)
@@ -349,7 +343,7 @@ class Tracker(LoopProgress):
         if obstacle is None:
             for one in turns.due_feeds:
                 one.interior = one.delivered > 0
-        self._run.audit.hidden.stepped()
+        self._run.capture.audit.hidden.stepped()
         self._stepped.look()
         here = LoopBoundary(self, feed, obstacle)
         self._run.boundary(turns.step, here)
@@ -376,7 +370,6 @@ class Tracker(LoopProgress):
             self._run.take_at_end(self._instant(self._training, states, finished=True), reason)
 
     def _instant(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> RunInstant:
-        self._prepared = True
         batch = 0 if feed is None else feed.trained_on
         own = partial(self._own, feed, states, finished=finished)
         return RunInstant(

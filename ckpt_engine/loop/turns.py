@@ -55,6 +55,5 @@ class Turns:
     def end_boundary(self, around: Feed | None) -> None:
         """The boundary is over; `around`: the loop over this loader goes on with what was asked for before it."""
         self._reached = self.step
-        for feeds in (self.due_feeds, self.asked_feeds):
-            feeds.clear()
-            feeds.update([] if around is None else [around])
+        self.asked_feeds = set() if around is None else {around}
+        self.due_feeds = set(self.asked_feeds)

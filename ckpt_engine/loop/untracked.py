@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 
@@ -19,54 +20,44 @@ class UntrackedOptimizers:
 
     Attributes:
         tracked_ids: of the tracked ones.
+        problems: what was said of each other one, by its id; "": nothing.
     """
 
     def __init__(self, optimizers: Collection[torch.optim.Optimizer], objects: Iterable[object]) -> None:
         self._optimizers, self.tracked_ids = optimizers, frozenset(map(id, optimizers))
         self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         """Others that have made a step since the last boundary."""
-        self._known: dict[int, str] = {id(one): "" for one in objects}
-        """What is said of each; "": nothing."""
+        self.problems: dict[int, str] = {id(one): "" for one in objects}
 
     def tracked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """The tracked optimizer whose step this one has made, which may have it inside; another is looked at later."""
         if id(optimizer) in self.tracked_ids:
             return optimizer
-        if id(optimizer) not in self._known:
+        if id(optimizer) not in self.problems:
             self._stepped[id(optimizer)] = weakref.ref(optimizer)
         return next((one for one in self._optimizers if any(each is optimizer for each in vars(one).values())), None)
 
-    @property
-    def problems(self) -> list[str]:
-        """What was said of them, for the report of a resume."""
-        return list(filter(None, self._known.values()))
+    def look(self, home: Home, log: logging.Logger) -> None:
+        """At a boundary: name those that take a state of their own to the next step.
 
-    def named(self, home: Home) -> list[str]:
-        """At a boundary: what is to be said of those that have made a step since the last one.
+        One whose state that of a tracked one has, as of a wrapper that has it inside, is part of that one.
 
         Args:
             home: of the loop.
+            log: of the adapter.
         """
-        stepped, self._stepped = list(self._stepped.values())[::-1], {}
-        return list(filter(None, (self._problem_of(one(), home) for one in stepped)))
-
-    def _problem_of(self, optimizer: torch.optim.Optimizer | None, home: Home) -> str:
-        """Name an optimizer that is not tracked, if it takes a state of its own to the next step.
-
-        One whose state that of a tracked one has, as of a wrapper that has it inside, is part of that one.
-        """
-        if optimizer is None or not optimizer.state:
-            return ""
-        if any(_has_state_of(one, optimizer) for one in self._optimizers):
-            self._known[id(optimizer)] = ""
-            return ""
-        if (name := Ask(home).name_of(optimizer)) is None:
-            return ""
-        self._known[id(optimizer)] = problem = (
-            f"{name} ({type(optimizer).__name__}) makes steps, and no snapshot has its state: track it and the model "
-            f"whose weights it changes, as in track(…, {name.rpartition('.')[2]}={name})"
-        )
-        return problem
+        while self._stepped:
+            optimizer = self._stepped.popitem()[1]()
+            if optimizer is None or not optimizer.state:
+                continue
+            if any(_has_state_of(one, optimizer) for one in self._optimizers):
+                self.problems[id(optimizer)] = ""
+            elif (name := Ask(home).name_of(optimizer)) is not None:
+                self.problems[id(optimizer)] = problem = (
+                    f"{name} ({type(optimizer).__name__}) makes steps, and no snapshot has its state: track it and the "
+                    f"model whose weights it changes, as in track(…, {name.rpartition('.')[2]}={name})"
+                )
+                log.warning("%s", problem)
 
 
 def unsaved_within(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:

@@ -99,7 +99,7 @@ def root(request: pytest.FixtureRequest) -> Iterator[Path]:
 def live(root: Path) -> Iterator[Engine]:
     """A run on two tiers that trains in this process, and has two snapshots."""
     engine = Engine(tiers=[root, root.with_name(f"{root.name[:-1]}f")])
-    engine.paced_by(lambda: {"interval_steps": 38, "why": "every 38 steps: set by budget"}, lambda: "")
+    engine.paced_by(lambda: {"interval_steps": 38, "why": "every 38 steps: set by budget"})
     engine.times.measured = lambda: MEASURED
     engine.times.replay = Replay("exact", 5, "5 of 5 repeated steps gave the same batches and weights")
     for step in (1_200, 1_238):

@@ -141,6 +141,7 @@ class Engine:
             pickle_paths=self.config.pickle,
             tier=self.config.root_url,
             process=self.config.writer == "process",
+            eager=self.config.lazy == "off",
         )
         rank = 0 if self._session is None else self._session.ranks.rank
         self.tenure = Tenure(self.config.root_url, rank, partial(self.close, failed=True), self._pipeline.drain)

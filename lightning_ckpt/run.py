@@ -406,8 +406,8 @@ class FitRun:
 
     def _gradients_wait(self, kind: BoundaryKind) -> bool:
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
-        waits = self._run.uses_left or self._internals.skips_backward or not self._module.automatic_optimization
-        return waits or kind is BoundaryKind.ACCUMULATING
+        waits = self._internals.skips_backward or not self._module.automatic_optimization
+        return bool(self._run.step_fence.uses_left) or waits or kind is BoundaryKind.ACCUMULATING
 
     def _state(
         self,

@@ -38,7 +38,6 @@ from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.probe.recorder import NOTE
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.peft_adapters import note_of_adapters
 
 if TYPE_CHECKING:
@@ -391,11 +390,6 @@ class TrainingRun:
         self.took: Callable[[Any], None] = recorder.took if recorder is not None else lambda _: None
         """Takes each batch that the loop gets of its training loader."""
 
-    @property
-    def _lazy(self) -> LazyPredicate | None:
-        """Which leaves of the state change in optimizer steps only."""
-        return None if self.engine.config.lazy == "off" else self.capture.is_lazy
-
     def begins(self, ahead: int) -> None:
         """The resumed loop asks for its first batch: see `FlightRecorder.begin`."""
         if self._recorder is not None:
@@ -407,7 +401,7 @@ class TrainingRun:
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Make the arena ready in the background, for states like this one."""
-        self.engine.prepare(state, lazy=self._lazy, touch=self._touches)
+        self.engine.prepare(state, lazy=self.capture.is_lazy, touch=self._touches)
         self.cadence.announce(self.engine.snapshot_bytes)
 
     def boundary(self, step: int, here: Here) -> None:
@@ -491,7 +485,7 @@ class TrainingRun:
                 metrics=instant.metrics,
                 epoch=instant.epoch,
                 reason=reason,
-                lazy=self._lazy,
+                lazy=self.capture.is_lazy,
                 notes=notes,
                 durable=durable,
             )

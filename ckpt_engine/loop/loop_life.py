@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 
 from ckpt_engine.loop import components
@@ -47,18 +46,11 @@ class LoopLife:
         self._gradient_hooks.close()
         components.watch_gradients(parts, self.begin_training, self._gradient_hooks)
 
-    def end_pass(self, feed: Feed) -> None:
-        """A pass over `feed` is over. Where that was the resumed one, no place is looked for any more."""
-        if feed is self.resumed:
-            self.resumed = None
-            if self.phase is RESTORING:
-                self.phase = self.phase.to(FRESH)
-
-    def abandon(self, feeds: Iterable[Feed]) -> None:
-        """The script loads another state: the place of the snapshot does not count any more."""
-        self.phase, self.resumed = self.phase.to(FRESH), None
-        for feed in feeds:
-            feed.forget()
+    def forget_place(self) -> None:
+        """The resumed pass is over, or its place does not count any more."""
+        self.resumed = None
+        if self.phase is RESTORING:
+            self.phase = self.phase.to(FRESH)
 
     def arrive(self) -> None:
         """The loop is where it asked for the batch after the snapshot: from here on it does as it did then."""

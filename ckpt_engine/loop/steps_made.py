@@ -28,11 +28,12 @@ class StepsMade(set[int]):
 
     Args:
         optimizers: by name.
+        uses_left: see `StepFence`.
     """
 
-    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], uses_left: Collection[int]) -> None:
         super().__init__()
-        self._optimizers = optimizers
+        self._optimizers, self._uses_left = optimizers, uses_left
         self._marks: dict[int, list[_Mark]] = {}
         self._left: dict[int, list[_Mark]] = {}
         """The same of the last boundary, where the gradients were still there."""
@@ -40,11 +41,6 @@ class StepsMade(set[int]):
         """The two parameters of those whose gradients were gone at the last boundary."""
         self._known: set[int] = set()
         self._reuse: set[int] = set()
-        self._uses_left: set[int] = set()
-
-    def uses_left(self, optimizer: torch.optim.Optimizer, uses: bool) -> None:
-        """See `StepFence`."""
-        (self._uses_left.add if uses else self._uses_left.discard)(id(optimizer))
 
     def mark(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped. Without a gradient it has used up nothing."""
@@ -77,7 +73,7 @@ class StepsMade(set[int]):
                 del self._cleared[one]
         for one, marks in self._marks.items():
             there = [mark for mark in marks if mark[0].grad is not None]
-            if one in self._reuse | self._uses_left or any(map(_is_changed, there)):
+            if one in self._reuse or one in self._uses_left or any(map(_is_changed, there)):
                 self.discard(one)
             elif there:
                 self._left[one] = there

@@ -92,7 +92,8 @@ class Tracker(LoopProgress):
         self._parts, self._surroundings = parts, surroundings
         self._failing = FailingRun(run)
         self._missed = MissedBoundaries(run.stopping.halt, log, "optimizer step" if parts.optimizers else "batch")
-        self._stepped = StepsMade(parts.optimizers)
+        fence = StepFence(self.before_update)
+        self._stepped = StepsMade(parts.optimizers, fence.uses_left)
         engine.start(resumes=begins_at is None and engine.config.resume_word != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
@@ -102,7 +103,6 @@ class Tracker(LoopProgress):
             self._take_over(begins_at)
         self._hooks = ExitStack()
         """What `release` undoes besides loaders."""
-        fence = StepFence(self.before_update, self._stepped.uses_left)
         fence.install()
         self._hooks.callback(fence.remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -235,7 +235,9 @@ class Tracker(LoopProgress):
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
         self.before_update()
         if self._life.phase is RESTORING:
-            self._life.abandon(self._feeds)
+            self._life.forget_place()
+            for feed in self._feeds:
+                feed.forget()
             self._engine.start_fresh("load no other state after it has resumed")
 
     # ---- Listener
@@ -299,7 +301,8 @@ class Tracker(LoopProgress):
                 self._resume.again(feed)
                 self._life.put_back.append(feed)
             return
-        self._life.end_pass(feed)
+        if feed is self._life.resumed:
+            self._life.forget_place()
         if feed.trained:
             self._run.complete_copies()  # averaged weights may be swapped in for an evaluation
             self._failing.left()

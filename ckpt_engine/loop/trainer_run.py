@@ -54,7 +54,6 @@ class TrainerRun(TrainingRun):
     Attributes:
         failing: saves the last boundary of a run that ends by an exception.
         step_fence: makes optimizer steps wait for lazy copies, once it is installed.
-        uses_left: the last step may have used gradients that the step before it has left.
 
     Raises:
         ConfigError: the ranks have different options; on all of them.
@@ -78,7 +77,6 @@ class TrainerRun(TrainingRun):
         in_whole_steps: Callable[[int], int] = lambda batches: batches,
     ) -> None:
         require_alike(engine)
-        self.uses_left = False
         audit = Audit(engine.config.hidden, lambda: {**roots(), **roots_of_loaders(parts.loaders())}, log, skipped)
         super().__init__(
             engine,
@@ -91,7 +89,7 @@ class TrainerRun(TrainingRun):
             rollbacks=None if engine.config.rollback is None else Rollbacks(engine, log, replicas, in_whole_steps),
         )
         self.failing = FailingRun(self)
-        self.step_fence = StepFence(self.fence, self._note_left)
+        self.step_fence = StepFence(self.fence)
 
     def optimizers_made(self, schedulers: Mapping[str, Any]) -> None:
         """The script has made optimizers and schedulers, and nothing of the run has changed them yet."""
@@ -121,6 +119,3 @@ class TrainerRun(TrainingRun):
     def close_after(self, error: BaseException) -> None:
         """An exception has ended training: close the engine within the time that is left."""
         self.engine.close(self.stopping.halt.seconds_after(error, EXCEPTION_WAIT_SECONDS), failed=True)
-
-    def _note_left(self, _: Any, uses: bool) -> None:
-        self.uses_left = uses

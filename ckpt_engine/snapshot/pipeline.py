@@ -62,6 +62,7 @@ class Pipeline:
         session: where several ranks take each snapshot together.
         tier: how the nearest place is called in events.
         process: the writer is one, where there is room.
+        eager: everything is copied before training continues.
 
     `behind` is to be set where the writer of an earlier trainer may still have the lease for a while.
     All methods belong to the training thread. Nothing but `wait_for`, `drain` and `close` ever waits for storage.
@@ -79,6 +80,7 @@ class Pipeline:
         session: Session | None = None,
         tier: str = "",
         process: bool = False,
+        eager: bool = False,
     ) -> None:
         self._open_writer, self.process, self._emit = open_writer, process, emit
         self._report = Reporter(emit)
@@ -95,8 +97,8 @@ class Pipeline:
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
         self._copier = Copier()
-        self._torn = False
-        """A lazy copy was torn: from then on everything is copied before training continues."""
+        self._eager = eager
+        """Also where a lazy copy was torn, from then on."""
         self._writer: Handover | None = None
         self._staging: Staging | None = None
         self._jobs = 0
@@ -171,7 +173,7 @@ class Pipeline:
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
         """See `Engine.prepare`."""
-        plan = self._planner.capture(state, lazy).plan
+        plan = self._planner.capture(state, None if self._eager else lazy).plan
         self._fit(slot_bytes(plan))
         self.start()
         if touch:
@@ -207,7 +209,7 @@ class Pipeline:
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the copy of the previous snapshot makes no progress")
         self.poll()
-        capture = self._planner.capture(state, None if self._torn else wanted.lazy)
+        capture = self._planner.capture(state, None if self._eager else wanted.lazy)
         self._fit(slot_bytes(capture.plan))
         # The first writer of a run starts while the first snapshot is copied.
         copies_first = not (
@@ -298,7 +300,7 @@ class Pipeline:
             if error is None:
                 self._in_flight.give(one, writer)
             elif isinstance(error, TornCopyError):
-                self._torn = True
+                self._eager = True
                 self._in_flight.refuse(one, error)
             else:
                 self._in_flight.refuse(one, SnapshotFailedError(f"staging failed: {error}"))

@@ -23,15 +23,17 @@ class StepFence:
     Args:
         fence: waits for lazy copies; cheap where none is under way.
 
-        uses_left: called at each step with a closure, with whether the gradients that the step before has left may
-            count: the optimizer changes weights ahead of its closure (SAM), or steps for the first time.
+    Attributes:
+        uses_left: by id, the optimizers in whose last step with a closure the gradients counted that the step before
+            had left: they change weights ahead of the closure (SAM), or it was their first step.
 
     With a closure the fence is put behind the closure, because torch's own optimizers run it before they change
     anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.
     """
 
-    def __init__(self, fence: Fence, uses_left: Callable[[torch.optim.Optimizer, bool], object]) -> None:
-        self._fence, self._uses_left = fence, uses_left
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+        self.uses_left: set[int] = set()
         self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self._reported: set[type] = set()
         self._handle: RemovableHandle | None = None
@@ -66,7 +68,8 @@ class StepFence:
 
         def fenced() -> Any:
             if not runs_first:
-                self._uses_left(optimizer, optimizer not in self._stepped or _versions(optimizer) != versions)
+                uses = optimizer not in self._stepped or _versions(optimizer) != versions
+                (self.uses_left.add if uses else self.uses_left.discard)(id(optimizer))
                 self._stepped.add(optimizer)
             result = closure()
             if runs_first:

@@ -242,7 +242,7 @@ class _Known:
         self, scans: Mapping[str, Scan], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None
     ) -> list[int] | None:
         """The addresses of the arrays, which only matter where some share memory; None: the plan serves others."""
-        if lazy is not self.lazy or list(scans) != list(self.signatures):
+        if lazy != self.lazy or list(scans) != list(self.signatures):
             return None
         if any(scan.signature != self.signatures[key] for key, scan in scans.items()):
             return None

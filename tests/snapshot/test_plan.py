@@ -38,6 +38,14 @@ def test_new_tensors_in_the_same_places_keep_the_plan() -> None:
     assert all(planner.capture(state).plan is first.plan for state in keep)
 
 
+def test_a_method_that_says_what_is_lazy_keeps_the_plan() -> None:
+    """Each read of a bound method is a new object, and asks the same."""
+    planner, lazy = Planner(Flattener()), SimpleNamespace(paths=[("a",)])
+    first = planner.capture(tied_state(), lazy.paths.__contains__)
+    assert planner.capture(tied_state(), lazy.paths.__contains__).plan is first.plan
+    assert planner.capture(tied_state(), [].__contains__).plan is not first.plan
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -210,9 +210,9 @@ class FitResume(FreshStart):
         self._require_whole(MODEL, divided=divided)
         state.setdefault("state_dict", weights)
         if not divided:
-            assert self.report.loaded is not None
+            assert self._engine.loaded is not None
             shapes = model.shapes_in(state["state_dict"])
-            model.require_fits(shapes, self.report.loaded.info.id, strict=self._module.strict_loading)
+            model.require_fits(shapes, self._engine.loaded.info.id, strict=self._module.strict_loading)
         self._unchanged = state
         if own is None or not changes.touches(MODEL):
             return own

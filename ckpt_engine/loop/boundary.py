@@ -73,7 +73,6 @@ class Stopping:
     Attributes:
         watch: knows of requests to stop, and of what is durable.
         halt: ends the run.
-        asked: somebody has asked for a snapshot, and none was taken since.
 
     Raises:
         StorageError: a tier that no storage serves.
@@ -102,7 +101,7 @@ class Stopping:
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
         self._diverging = Diverging(engine, self.watch, self.halt, rollbacks, log)
-        self.asked = self._judged_the_end = False
+        self._judged_the_end = False
         for sink in (self._ledger, self.watch):
             sinks.add(sink)
 
@@ -134,13 +133,13 @@ class Stopping:
         Raises:
             DivergedError: all ranks end here. Where they are stopped as well they end for that: see `Halt.end_of`.
         """
-        wanted = self.watch.boundary(step)
-        if wanted and self.watch.take_save() is not None:
-            self.asked = True
+        is_stop_wanted = self.watch.boundary(step)
         if self._shared is None:
-            return self.watch.stop if wanted else None
+            return self.watch.stop if is_stop_wanted else None
         try:
-            stop = self._shared.stop(step, self.watch.stop, asked=self.asked, fits=self.halt.fits)
+            stop = self._shared.stop(
+                step, self.watch.stop, asked=self.watch.save_asked_by is not None, fits=self.halt.fits
+            )
             if stop is None and self._shared.diverged is None:
                 self._judge(self._shared, due=self._shared.due)
         except RanksError as err:
@@ -424,7 +423,7 @@ class TrainingRun:
             self.config = self.stopping.edited(self.config)
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or (
-            "manual" if self.stopping.asked and self.stopping.halt.shared is None else None
+            "manual" if self.stopping.watch.save_asked_by and self.stopping.halt.shared is None else None
         )
         vetoed = self.stopping.losses is not None and self.stopping.vetoed(due=reason is not None)
         here.decided(due=reason is not None)
@@ -504,11 +503,11 @@ class TrainingRun:
             return None
         self.stopping.halt.metrics = {*(self.stopping.halt.metrics or ()), *instant.metrics}
         self.metrics.stall_seconds = stall
-        if not durable:
+        if durable:
+            self.cadence.taken(step, stall)
+            self.stopping.watch.save_asked_by, self.saved = None, handle
+        else:
             self.cadence.held(step, stall)
-            return handle
-        self.cadence.taken(step, stall)
-        self.stopping.asked, self.saved = False, handle
         return handle
 
     def take_at_end(self, instant: RunInstant, reason: str) -> None:

@@ -198,6 +198,8 @@ class Feed:
         """Passes over this loader cannot be repeated."""
         if problem not in self.says:
             self.says.append(problem)
+            if (listener := self._listener()) is not None:
+                listener.report_inexact(problem)
 
     def look_ahead(self, ask: Ask) -> None:
         """A step is complete, and it is not known yet how far the loop reads ahead."""

@@ -103,7 +103,6 @@ class Loops:
                 f"itertools.{around.keeps} around {feed.name!r} ({ask.line()}) keeps batches, or that the loader has "
                 "ended: call iter() and next() instead, and iter() again at StopIteration"
             )
-            self._log_new()
         if saved is not None:
             around.advance(saved)
         counts: Sequence[Count] = around.counts()
@@ -137,7 +136,6 @@ class Loops:
         for one in due:
             if one.lead.ahead is None and one.phase in OPEN:
                 one.look_ahead(Ask(self._home))
-                self._log_new()
         if feed is None:
             return None, None
         if feed.asked_on not in (self._begun_on, self._stepped_on):
@@ -166,7 +164,6 @@ class Loops:
                     f"an iterator of {feed.name!r} was made before track(), and no snapshot has its position: "
                     f"make it after track(), as in batches = iter({feed.name})"
                 )
-        self._log_new()
 
     def _outer(self, feed: Feed) -> Feed | None:
         found = [
@@ -175,12 +172,6 @@ class Loops:
             if one is not feed and one.phase in OPEN and is_in_body(one.asked_from, feed.asked_from)
         ]
         return min(found, key=lambda one: one.asked_at, default=None)
-
-    def _log_new(self) -> None:
-        new = [problem for feed in self._feeds for problem in feed.says if problem not in self._logged]
-        self._logged.update(new)
-        for problem in new:
-            self._log.warning("a resume will not be exact: %s", problem)
 
     # ---- for a snapshot
 

@@ -36,21 +36,16 @@ class OpenReport:
         folder: where it is written if the run's own place is not a local folder.
 
     Attributes:
-        loaded: the snapshot, until the report is published.
+        is_open: a snapshot was loaded, and the report of it is not published yet.
         restored, missing, notes: for the report.
     """
 
     def __init__(self, engine: Engine, log: logging.Logger, folder: Callable[[], str | Path]) -> None:
         self._engine, self._log, self._folder = engine, log, folder
         self.rank = numbers_of(engine.ranks)[0]
-        self.loaded: Loaded | None = None
+        self.is_open = False
         self.restored, self.missing, self.notes = list[Restored](), list[NotRestored](), list[str]()
         self._published: ResumeReport | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a snapshot was loaded, and the report of it is not published yet."""
-        return self.loaded is not None
 
     def announce(self, text: str) -> None:
         """Say it to the user now, once for all ranks."""
@@ -83,9 +78,9 @@ class OpenReport:
 
     def publish(self) -> None:
         """Log and write it."""
-        loaded, self.loaded = self.loaded, None
+        self.is_open = False
+        engine, loaded = self._engine, self._engine.loaded
         assert loaded is not None
-        engine = self._engine
         self._published = report_of(
             engine.root_url, loaded, self.restored, self.missing, self.notes, engine.rhythm, engine.changes
         )

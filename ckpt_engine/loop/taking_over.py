@@ -73,7 +73,7 @@ class Resume(ABC):
 
     def _open(self, state: dict[str, Any], loaded: Loaded) -> dict[str, Any] | None:
         """Begin the report, and take our own entries out of the state of a snapshot; None: others have made it."""
-        self.report.loaded = loaded
+        self.report.is_open = True
         found = own_part(state, loaded, numbers_of(self._engine.ranks), self._engine.config.rng)
         if found is None:
             return None

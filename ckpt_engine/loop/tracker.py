@@ -309,6 +309,10 @@ class Tracker(LoopProgress):
         elif self._turns.step and began is not None:
             self.evaluated(time.monotonic() - began)
 
+    def report_inexact(self, problem: str) -> None:
+        """Passes over a followed loader cannot be repeated."""
+        self._run.log.warning("a resume will not be exact: %s", problem)
+
     @hook_time.counted
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
         untracked = self._loops.untracked

@@ -24,7 +24,6 @@ from ckpt_engine.preempt.stop_plan import (
     plan_stop,
 )
 from ckpt_engine.preempt.stop_requests import (
-    PreemptionSource,
     PreemptionSourceError,
     SignalWatch,
     Stop,
@@ -55,7 +54,7 @@ _END_SECONDS = 15.0
 class PreemptionWatch:
     """Watches for reasons to stop from `start` to `close`.
 
-    The training thread calls `boundary` after every step, and looks at `stop` and `take_save` if there is something. A
+    The training thread calls `boundary` after every step, and looks at `stop` if there is something. A
     daemon thread asks the sources, and minds the deadline once the run must stop: if the step that runs is too long for
     a snapshot at its end, it says in time what becomes durable and what is lost, lets the writer write what is only in
     memory, and watches the last snapshot become durable. Nothing of this waits for the training thread, and nothing
@@ -104,7 +103,8 @@ class PreemptionWatch:
         # One attribute per thread that sets it; readers take the earliest.
         self._noticed: StopNotice | None = None
         self._requested: StopNotice | None = None
-        self._save: str | None = None
+        self.save_asked_by: str | None = None
+        """Who has asked for a snapshot, where none was taken since."""
         self._step, self._ended, self._took = 0, self._now(), 0.0
         self._first: int | None = None
         self.unseen = False
@@ -141,11 +141,11 @@ class PreemptionWatch:
             self._thread = None
 
     def boundary(self, step: int) -> bool:
-        """Training step `step` has just ended; whether somebody wants the run to stop, or a snapshot."""
+        """Training step `step` has just ended; whether somebody wants the run to stop."""
         now = self._now()
         self._first = step if self._first is None else self._first
         self._step, self._ended, self._took = step, now, now - self._ended
-        return (self._signals.heard or self._noticed or self._requested or self._save) is not None
+        return (self._signals.heard or self._noticed or self._requested) is not None
 
     def trained(self, step: int) -> None:
         """Training has ended with this step, maybe without a boundary after it."""
@@ -161,11 +161,6 @@ class PreemptionWatch:
     def interrupted(self) -> bool:
         """Whether there was a second Ctrl-C: nothing is waited for any more."""
         return self._signals.interrupted
-
-    def take_save(self) -> str | None:
-        """Who has asked for a snapshot since the last call, if somebody has."""
-        who, self._save = self._save, None
-        return who
 
     def attend(self) -> None:
         """The training thread has reached a boundary and takes care of the stop."""
@@ -193,7 +188,7 @@ class PreemptionWatch:
             self._requested = StopNotice(f"ckpt stop by {event.who}", self._now(), exit_code=0)
             self._wake.ring()
         elif event.what == "save":
-            self._save = event.who
+            self.save_asked_by = event.who
 
     def plan(self, stop: Stop, *, ahead: bool = False) -> StopPlan:
         """What to do about `stop` at a boundary: now, or after one more step that lasts as long as the last one."""
@@ -326,22 +321,18 @@ class PreemptionWatch:
         for number, source in enumerate(self._sources):
             if self._closing or self._now() < due[number]:
                 continue
-            if (found := self._answer(number, source, broken)) is not None:
-                self._noticed = found
+            try:
+                self._noticed = source.poll()
+            except PreemptionSourceError as err:
+                if number not in broken:
+                    broken.add(number)
+                    LOG.warning("%s; it is asked again every %s", err, duration(source.every_seconds))
+            else:
+                broken.discard(number)
+            if self._noticed is not None:
                 return 0.0
             due[number] = self._now() + source.every_seconds
         return max(0.0, min(due.values(), default=_IDLE_SECONDS + self._now()) - self._now())
-
-    def _answer(self, number: int, source: PreemptionSource, broken: set[int]) -> StopNotice | None:
-        try:
-            found = source.poll()
-        except PreemptionSourceError as err:
-            if number not in broken:
-                broken.add(number)
-                LOG.warning("%s; it is asked again every %s", err, duration(source.every_seconds))
-            return None
-        broken.discard(number)
-        return found
 
     def _announce(self, stop: Stop) -> None:
         """Say it once, and again if less time is left. Any thread; the line is out when this returns."""

@@ -30,7 +30,7 @@ from ckpt_engine.probe.replay_proof import ReplayProof
 from ckpt_engine.probe.sample import Samplers
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store import names
-from ckpt_engine.store.rows import ROW_BYTES, ROWS, ProcessRows, Ring, Row
+from ckpt_engine.store.rows import ROW_BYTES, ROWS, ProcessRows, Ring
 
 NOTE = "replay"
 """The note of a snapshot that says how many steps were recorded."""
@@ -116,8 +116,8 @@ class FlightRecorder:
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete. Where the run has no optimizer of torch, that makes a row."""
-        if self._calls == self._noted[0] and step != self._step and (by_hand := self._samplers.by_hand()) is not None:
-            self._stepped(by_hand)
+        if self._calls == self._noted[0] and step != self._step and not self._samplers.optimizers():
+            self._stepped(self._samplers.by_hand())
         self._step = step
         self._noted = self._calls, self._batch, self._noted[2]
         self.proof.join(last=False)
@@ -190,8 +190,7 @@ class FlightRecorder:
             words,
         )
         self._batch = 0
-        if self.proof.is_under_way:
-            self.proof.compare(Row._make(row))
+        self.proof.compare(row)
         self._ring.put(row)
 
 

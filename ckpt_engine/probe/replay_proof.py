@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 from ckpt_engine.errors import RanksError, ReplayError
 from ckpt_engine.observe.resume_report import Replay
@@ -38,14 +39,9 @@ class ReplayProof:
         return self._comparison.replay if self._comparison is not None else Replay("not compared", 0, self._why)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether there are steps to compare."""
-        return self._comparison is not None and not self._comparison.over
-
-    @property
     def holds_back(self) -> bool:
         """Whether nothing may be overwritten yet."""
-        return self._stops and self.is_under_way
+        return self._stops and self._comparison is not None and not self._comparison.over
 
     def expect(self, step: int, found: RepeatedSteps | str) -> None:
         """The run continues from a snapshot of `step`.
@@ -59,14 +55,17 @@ class ReplayProof:
             if self._comparison is None:
                 publish(self._ranks, step, self.replay)
 
-    def compare(self, row: Row) -> None:
-        """A step while this is under way.
+    def compare(self, row: Iterable[Any]) -> None:
+        """One more step, as long as there are some to compare.
+
+        Args:
+            row: as in a `Row`.
 
         Raises:
             ReplayError: it differs, and that is to end training.
         """
-        assert self._comparison is not None
-        if not self._comparison.compare(row):
+        steps = self._comparison
+        if steps is None or steps.over or not steps.compare(Row._make(row)):
             return
         self._judged()
         if self._stops and self.replay.first is not None:  # a step that is not to be is no measure of others

@@ -196,19 +196,17 @@ class Samplers(dict[int, Sampler]):
         modules: Callable[[], Mapping[str, torch.nn.Module]],
     ) -> None:
         super().__init__()
-        self._optimizers, self._modules = optimizers, modules
+        self.optimizers, self._modules = optimizers, modules
         self._by_hand: Any = SimpleNamespace(param_groups=[], state={})
 
     def by_hand(self) -> Any:
-        """What stands for the optimizer of a run without one of torch's; None: the run has one."""
-        if self._optimizers():
-            return None
+        """What stands for the optimizer of a run without one of torch's."""
         self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
         return self._by_hand
 
     def follow(self, optimizer: torch.optim.Optimizer) -> Sampler | None:
         """The sampler of an optimizer that has none yet; None: it is not part of the run."""
-        for name, one in {**self._optimizers(), "": self._by_hand}.items():
+        for name, one in {**self.optimizers(), "": self._by_hand}.items():
             if one is optimizer or any(each is optimizer for each in vars(one).values()):
                 found = name if one is optimizer else f"{name}, inner"
                 return self.setdefault(id(optimizer), Sampler(optimizer, found))

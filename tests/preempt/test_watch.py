@@ -144,11 +144,11 @@ def test_a_source_in_trouble_is_said_once_and_asked_again(
 
 
 def test_requests_come_as_events(bench: Callable[..., Bench]) -> None:
-    """A stop that somebody asks for ends with 0; a save is handed out once."""
+    """A stop that somebody asks for ends with 0; a save is remembered until a snapshot was taken."""
     one = bench(signals=[])
     one.watch.emit(Requested("save", "ann on node7"))
     assert one.watch.stop is None
-    assert [one.watch.take_save(), one.watch.take_save()] == ["ann on node7", None]
+    assert one.watch.save_asked_by == "ann on node7"
     one.watch.emit(Requested("stop", "ann on node7"))
     stop = one.watch.stop
     assert stop is not None and (stop.notice.who, stop.notice.exit_code) == ("ckpt stop by ann on node7", 0)

@@ -26,7 +26,6 @@ from ckpt_engine.observe.events import (
     EventSink,
     LogSink,
     Notice,
-    SnapshotCommitted,
     SnapshotFailed,
     TierDegraded,
     WriterLost,
@@ -590,8 +589,7 @@ class Engine:
             return  # the writer continues without this process with what it has not written yet
         if isinstance(event, AttemptsFound):
             self.times.found(event)
-        if isinstance(event, SnapshotCommitted | SnapshotFailed):
-            self.newest.settle(event)
+        self.newest.emit(event)
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):

@@ -100,7 +100,7 @@ class Stopping:
         self._cadence = cadence
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
-        self._diverging = Diverging(engine, self.watch, self.halt, rollbacks, log)
+        self._diverging = Diverging(engine, self.halt, rollbacks, log)
         self._judged_the_end = False
         for sink in (self._ledger, self.watch):
             sinks.add(sink)

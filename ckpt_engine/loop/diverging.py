@@ -58,17 +58,13 @@ class Diverging:
 
     Args:
         engine: of the run.
-        watch: knows what is durable.
-        halt: ends the process after rank 0's.
+        halt: ends the process after rank 0's; its watch knows what is durable.
         rollbacks: where the next start is to go back.
         log: of the adapter.
     """
 
-    def __init__(
-        self, engine: Engine, watch: PreemptionWatch, halt: Halt, rollbacks: Rollbacks | None, log: logging.Logger
-    ) -> None:
+    def __init__(self, engine: Engine, halt: Halt, rollbacks: Rollbacks | None, log: logging.Logger) -> None:
         self._engine = engine
-        self._watch = watch
         self._halt = halt
         self._rollbacks = rollbacks
         self._log = log
@@ -192,9 +188,9 @@ class Diverging:
         assert self._rollbacks is not None
         if question["ask"] == FLUSHED:
             if self._engine.memory:
-                self._watch.flush()
+                self._halt.watch.flush()
             return {}
-        return self._rollbacks.holds(self._watch, self._halt.seconds_left)
+        return self._rollbacks.holds(self._halt.watch, self._halt.seconds_left)
 
     def _silent(self, found: Divergence, why: CkptError | None) -> DivergedError:
         said = (
@@ -205,12 +201,12 @@ class Diverging:
         return DivergedError(f"{found.text()}; {said}", hint=self._on())
 
     def _on(self) -> str:
-        return f"{self._watch.durable()}; ckpt_path='auto' goes on there"
+        return f"{self._halt.watch.durable()}; ckpt_path='auto' goes on there"
 
     def _rule(self, found: Divergence) -> tuple[DivergedError, dict[str, Any] | None]:
         if self._rollbacks is not None:
-            return self._rollbacks.error(found, self._watch, self._halt.seconds_left, self._verdicts)
-        hint = f"{self._watch.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
+            return self._rollbacks.error(found, self._halt.watch, self._halt.seconds_left, self._verdicts)
+        hint = f"{self._halt.watch.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
         return DivergedError(found.text(), hint=hint), None
 
 

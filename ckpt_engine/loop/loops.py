@@ -244,15 +244,6 @@ class Loops:
         less = (_was(name, saved[name], value, ask) for name, value in now.items() if value < saved.get(name, value))
         return next((f"{one} run.global_step ({_NO_EPOCHS}){_OR_CARRY}" for one in less), None)
 
-    def arrives(self, feed: Feed) -> bool:
-        """Whether this loader is asked from where it was when the snapshot was taken."""
-        if not self._saved or not is_same(self._saved["place"], place_of(feed.asked_from)):
-            return False
-        for one in self._feeds:
-            one.skips = 0
-        self.resumed = feed
-        return True
-
     def skips_again(self, *, ended: bool = False) -> str | None:
         """What is wrong where a loop leaves out batches after the resume, as one had to do before; once. Cheap.
 
@@ -277,8 +268,20 @@ class Loops:
             "as `if step < resume_step: continue` does"
         )
 
-    def problems(self) -> list[str]:
-        """What differs from the saved loop, at the place of the snapshot; once."""
+    def problems_at(self, feed: Feed) -> list[str] | None:
+        """What differs from the saved loop, once this loader is asked from where it was when the snapshot was taken.
+
+        Args:
+            feed: that is asked.
+
+        Returns:
+            None: it is asked from another place, or what differs was reported.
+        """
+        if not self._saved or not is_same(self._saved["place"], place_of(feed.asked_from)):
+            return None
+        for one in self._feeds:
+            one.skips = 0
+        self.resumed = feed
         saved, self._saved = self._saved, {}
         ask, found = Ask(self._home), list(saved["says"])
         for name, now in ask.numbers().items():

@@ -508,8 +508,7 @@ class SharedCadence(Cadence):
         """
         self._settle_memory()
         self._lead_on = partial(self.together.lead, stop=own, asked=asked, fits=fits)
-        self._decision = self.together.decided(step)
-        decision = self._decision
+        self._decision = decision = self.together.decided(step)
         if decision is not None and decision.stop is not None:
             self.halting, self.last, self._decision = self.together.stop_of(decision.stop), decision.reason, None
         if decision is not None and decision.diverged is not None:

@@ -31,7 +31,7 @@ from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
 from ckpt_engine.loop.loop_boundary import LoopBoundary
 from ckpt_engine.loop.loops import Loops
-from ckpt_engine.loop.phases import ARRIVED, BEGUN, CLOSED, ENDED, FRESH, OPEN, RESTORING
+from ckpt_engine.loop.phases import BEGUN, CLOSED, ENDED, FRESH, OPEN, RESTORING
 from ckpt_engine.loop.progress import LoopProgress
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
@@ -248,8 +248,7 @@ class Tracker(LoopProgress):
         life, turns = self._life, self._turns
         if feed.phase is BEGUN:
             self._engine.times.begin()
-        if life.phase is ARRIVED:
-            life.settle()
+        life.settle()
         self._resume.say(*self._loops.asked(feed))
         turns.note_request(feed, self._training)
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
@@ -264,8 +263,8 @@ class Tracker(LoopProgress):
                 self._run.begins(feed.lead.ahead or 0)
                 life.watch(self._parts)
                 self._run.cadence.start(turns.step)
-            if self._loops.arrives(feed):
-                self._resume.say(*self._loops.problems())
+            if (problems := self._loops.problems_at(feed)) is not None:
+                self._resume.say(*problems)
                 life.arrive()
         elif feed in turns.due_feeds or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)

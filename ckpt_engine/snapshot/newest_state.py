@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError
-from ckpt_engine.observe.events import SnapshotCommitted, SnapshotFailed
+from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotFailed
 from ckpt_engine.snapshot.save_request import SaveHandle
 
 _SKIPPED = SnapshotSkippedError.code
@@ -34,12 +34,12 @@ class NewestState:
         """The state of this step was to be saved; `handle`: its snapshot was taken, `cause`: why it was not."""
         self._handle, self._step, self.cause = handle, step, cause
 
-    def settle(self, event: SnapshotCommitted | SnapshotFailed) -> None:
-        """What has become of a snapshot."""
+    def emit(self, event: Event) -> None:
+        """Takes what has become of a snapshot; other kinds are ignored."""
         if isinstance(event, SnapshotCommitted):
             self.durable_step = event.step
             self.cause = None if event.step == self._step else self.cause
-        elif event.step == self._step and event.code != _SKIPPED:
+        elif isinstance(event, SnapshotFailed) and event.step == self._step and event.code != _SKIPPED:
             self.cause = ErrorRecord(event.code, event.message, event.hint).exception()
 
     @property

@@ -132,7 +132,7 @@ class End:
             Rollbacks(engine.engine, _log, engine.engine.ranks.size) if engine.config.rollback is not None else None
         )
         self.rollbacks = rollbacks
-        self.diverging = Diverging(engine.engine, watch, self.halt, rollbacks, _log)
+        self.diverging = Diverging(engine.engine, self.halt, rollbacks, _log)
 
     def until_another_stops(self) -> None:
         """Wait until another rank has announced its stop."""

@@ -71,7 +71,8 @@ def halted(store: Looked, rank: int = 1, *, pressed_again: bool = False) -> Halt
     watch: Any = SimpleNamespace(stop=stop, interrupted=pressed_again)
     times = RunTimes(SystemClock())
     ranks = ThreadRanks(rank, 2, store)  # type: ignore[arg-type]
-    engine: Any = SimpleNamespace(ranks=ranks, memory=False, times=times, divided=False, loss=None)
+    newest = SimpleNamespace(loss=None)
+    engine: Any = SimpleNamespace(ranks=ranks, memory=False, times=times, divided=False, newest=newest)
     cadence = SharedCadence(FrequencySettings(overhead=None, every_n_steps=1), SystemClock(), LogSink(), engine)
     halt = Halt(watch, engine, SystemExit, logging.getLogger("test"), cadence)
     halt.done = True

@@ -311,7 +311,8 @@ class Engine:
         """
         if type(step) is not int or not 0 <= step <= arguments.MOST:
             step = arguments.whole_number("step", step)
-        self._rehearse(step - 1)
+        if self._rehearsal is not None:
+            self._rehearse(step - 1, self._rehearsal.end)
         self.times.boundary(step - 1)
         if (pulse := self._pipeline.pulse) is not None and pulse.beat(step):
             pulse.spend(self.times)
@@ -351,7 +352,8 @@ class Engine:
         if not wanted.durable and self.config.memory is None:
             raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
         wanted = replace(wanted, notes={**wanted.notes, **self._restorer.line_note})
-        self._rehearse(wanted.step)
+        if self._rehearsal is not None:
+            self._rehearse(wanted.step, self._rehearsal.end)
         self._surface()
         self._restorer.detach()
         self.times.boundary(wanted.step)
@@ -365,17 +367,16 @@ class Engine:
         self._say_what_stays()
         return handle
 
-    def _rehearse(self, step: int) -> None:
+    def _rehearse(self, step: int, end: int) -> None:
         """In a rehearsal no snapshot is skipped, and the process ends when its last step is complete: at once, as if it
         were killed, but that its snapshots are durable.
 
         Args:
             step: that is complete.
+            end: the last one of the rehearsal.
         """
-        if self._rehearsal is None:
-            return
         self.wait(CLOSE_TIMEOUT_SECONDS)
-        if step >= self._rehearsal.end:
+        if step >= end:
             self.close(CLOSE_TIMEOUT_SECONDS)
             sys.stdout.flush()
             sys.stderr.flush()

@@ -132,7 +132,8 @@ class Loops:
 
     def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
-        self.untracked.look(self._home, self._log)
+        if self.untracked.stepped:
+            self.untracked.look(self._home, self._log)
         for one in due:
             if one.lead.ahead is None and one.phase in OPEN:
                 one.look_ahead(Ask(self._home))

@@ -20,13 +20,13 @@ class UntrackedOptimizers:
 
     Attributes:
         tracked_ids: of the tracked ones.
+        stepped: others that have made a step since the last boundary, by id.
         problems: what was said of each other one, by its id; "": nothing.
     """
 
     def __init__(self, optimizers: Collection[torch.optim.Optimizer], objects: Iterable[object]) -> None:
         self._optimizers, self.tracked_ids = optimizers, frozenset(map(id, optimizers))
-        self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        """Others that have made a step since the last boundary."""
+        self.stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self.problems: dict[int, str] = {id(one): "" for one in objects}
 
     def tracked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -34,7 +34,7 @@ class UntrackedOptimizers:
         if id(optimizer) in self.tracked_ids:
             return optimizer
         if id(optimizer) not in self.problems:
-            self._stepped[id(optimizer)] = weakref.ref(optimizer)
+            self.stepped[id(optimizer)] = weakref.ref(optimizer)
         return next((one for one in self._optimizers if any(each is optimizer for each in vars(one).values())), None)
 
     def look(self, home: Home, log: logging.Logger) -> None:
@@ -46,8 +46,8 @@ class UntrackedOptimizers:
             home: of the loop.
             log: of the adapter.
         """
-        while self._stepped:
-            optimizer = self._stepped.popitem()[1]()
+        while self.stepped:
+            optimizer = self.stepped.popitem()[1]()
             if optimizer is None or not optimizer.state:
                 continue
             if any(_has_state_of(one, optimizer) for one in self._optimizers):

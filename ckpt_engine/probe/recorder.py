@@ -120,7 +120,8 @@ class FlightRecorder:
             self._stepped(self._samplers.by_hand())
         self._step = step
         self._noted = self._calls, self._batch, self._noted[2]
-        self.proof.join(last=False)
+        if self.proof.resumed is not None:
+            self.proof.join(last=False)
 
     def expect(
         self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], *, other_way: str = ""

@@ -22,13 +22,13 @@ class ReplayProof:
         stops: a difference raises.
 
     Attributes:
+        resumed: of several ranks: the step at which they have resumed, until rank 0 has reported what all have found.
         told: hears of the outcome, once.
     """
 
     def __init__(self, ranks: Ranks | None, *, stops: bool) -> None:
         self._ranks, self._stops = ranks, stops
-        self._resumed: int | None = None
-        """Of several ranks: the step at which they have resumed, until rank 0 has reported what all have found."""
+        self.resumed: int | None = None
         self._comparison: RepeatedSteps | None = None
         self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None
@@ -51,7 +51,7 @@ class ReplayProof:
         """
         self._comparison, self._why = (None, found) if isinstance(found, str) else (found, "")
         if self._ranks is not None:
-            self._resumed = step
+            self.resumed = step
             if self._comparison is None:
                 publish(self._ranks, step, self.replay)
 
@@ -83,16 +83,16 @@ class ReplayProof:
 
     def join(self, *, last: bool) -> None:
         """On rank 0: report what all ranks have found, once."""
-        if self._ranks is None or self._resumed is None or self._ranks.rank:
+        if self._ranks is None or self.resumed is None or self._ranks.rank:
             return
-        if (replay := joined(self._ranks, self._resumed, last=last)) is not None:
-            self._resumed = None
+        if (replay := joined(self._ranks, self.resumed, last=last)) is not None:
+            self.resumed = None
             if replay.first is not None or self._comparison is not None:
                 self.told(replay)
 
     def _judged(self) -> None:
         """This process has compared its steps. Rank 0 reports later, for all."""
-        if self._ranks is not None and self._resumed is not None:
-            publish(self._ranks, self._resumed, self.replay)
+        if self._ranks is not None and self.resumed is not None:
+            publish(self._ranks, self.resumed, self.replay)
         if self._ranks is None or self._ranks.rank:
             self.told(self.replay)

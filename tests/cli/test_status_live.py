@@ -48,7 +48,7 @@ def test_the_writer_says_how_often_snapshots_are_taken_and_why(
     root = tmp_path / "run"
     engine = Engine(root)
     pace = {"interval_steps": 38, "why": "every 38 steps: set by budget", "far_seconds": None}
-    engine.paced_by(lambda: pace, lambda: "")
+    engine.paced_by(lambda: pace)
     engine.save({"weights": torch.zeros(3)}, step=1).wait(60.0)
     assert ckpt("status", root).out.splitlines()[-1] == "snapshots every 38 steps: set by budget"
     live = ckpt("status", root, "--json").json["live"]

@@ -393,6 +393,9 @@ class Feed:
     def _count(self) -> int:
         return int(getattr(deref(self._outer), self.source.counter)) if self.source.counter else 0
 
+    def _run(self) -> None:
+        self.phase = self.phase.to(RUNNING)
+
 
 class _Pass(Proxy):
     """One pass over a feed, in the place of the loader's own iterator."""
@@ -412,7 +415,7 @@ class _Pass(Proxy):
                 listener.asked(feed)
             feed._resumed = None
             if feed.phase is BEGUN:
-                feed.phase = feed.phase.to(RUNNING)
+                feed._run()
         try:
             batch = next(self.inner)
         except StopIteration:

@@ -218,7 +218,7 @@ def interval(on: Sequence[float], off: Sequence[float]) -> tuple[float, float, f
 
 
 def trained(one: Stretch) -> float:
-    """Seconds that training took. A step alone has no writer beside it: that it waited for a core others have caused."""
+    """Seconds that training took. A step without a writer beside it waits for a core because of other processes."""
     return one.wall if one.steps > 1 else one.wall - one.waited
 
 

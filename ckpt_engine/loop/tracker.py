@@ -244,7 +244,6 @@ class Tracker(LoopProgress):
 
     # ---- Listener
 
-    @hook_time.counted
     def asked(self, feed: Feed) -> None:
         """A followed loader is asked for a batch."""
         if feed.phase is BEGUN:
@@ -276,7 +275,6 @@ class Tracker(LoopProgress):
             self._failing.waits = True
         self._recent.add(feed)
 
-    @hook_time.counted
     def given(self, feed: Feed, batch: Any) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False

@@ -29,6 +29,7 @@ from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.private_names import assume_worker_role
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.data.sampling import SamplerOrder
+from ckpt_engine.observe.run_times import hook_time
 
 WorkerState = dict[str, Any]
 """One worker right after a batch: `{"rng": host streams}`, for a dataset with `state_dict` also `"dataset"` and, once
@@ -368,6 +369,7 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
     def __iter__(self) -> FollowedIterator:
         return self
 
+    @hook_time.counted
     def __next__(self) -> Any:
         epoch = self._epoch
         lookahead = self._on_fetch(epoch)
@@ -405,7 +407,7 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
             epoch.first_fetch = rng.capture()
         before = rng.probe() if watched and not epoch.draws else None
         try:
-            batch = next(self.inner)
+            batch = hook_time.outside(next, self.inner)
         except StopIteration:
             epoch.exhausted = True
             raise

@@ -27,6 +27,7 @@ from ckpt_engine.data import exactness, rng, streams
 from ckpt_engine.data.exactness import Exactness, Level, checksum
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.errors import MismatchError, StateError
+from ckpt_engine.observe.run_times import hook_time
 
 Attributes = dict[str, int]
 """Checksums of containers, tensors and arrays by path."""
@@ -225,7 +226,7 @@ class _RecordingIterator(streams.Proxy):
         order.draws, order.moves = plan.order["draws"], plan.order.get("moves", False)
         self._again.extend(plan.order["outstanding"])
         try:
-            self._repeat(plan)
+            hook_time.outside(self._repeat, plan)
         except MismatchError:
             if not order.moves:
                 raise
@@ -273,6 +274,7 @@ class _RecordingIterator(streams.Proxy):
         if length is not None:
             self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.order["outstanding"])))
 
+    @hook_time.counted
     def __next__(self) -> Any:
         if first := not self._primed:
             self.prime()
@@ -280,13 +282,13 @@ class _RecordingIterator(streams.Proxy):
         if self._again:
             return self._give(self._again.popleft())
         if first or (order.draws and not self._states) or not self._watched:
-            indices = next(self.inner)
+            indices = hook_time.outside(next, self.inner)
             if self._attributes:
                 self._started()
             return self._give(indices)
         before = rng.probe()
         states = streams.capture_samplers(deref(self._reference)) if self._states else None
-        indices = next(self.inner)
+        indices = hook_time.outside(next, self.inner)
         order.draws = order.draws or before != rng.probe()
         if states is not None:
             self._states -= 1

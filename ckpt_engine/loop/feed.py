@@ -25,6 +25,7 @@ from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.phases import BEGUN, ENDED, LEFT, OPEN, RUNNING, UNBEGUN, PassPhase
 from ckpt_engine.loop.shape import Ask, At, Lead
+from ckpt_engine.observe.run_times import hook_time
 from ckpt_engine.snapshot.ownership import leavers
 
 if TYPE_CHECKING:
@@ -406,6 +407,7 @@ class _Pass(Proxy):
     def __iter__(self) -> _Pass:
         return self
 
+    @hook_time.counted
     def __next__(self) -> Any:
         feed = self._feed
         current = feed.phase in OPEN and feed._pass is not None and feed._pass() is self
@@ -417,7 +419,7 @@ class _Pass(Proxy):
             if feed.phase is BEGUN:
                 feed._run()
         try:
-            batch = next(self.inner)
+            batch = hook_time.outside(next, self.inner)
         except StopIteration:
             if current:
                 feed._close(ENDED)

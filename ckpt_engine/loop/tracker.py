@@ -242,7 +242,6 @@ class Tracker(LoopProgress):
 
     # ---- Listener
 
-    @hook_time.counted
     def asked(self, feed: Feed) -> None:
         """A followed loader is asked for a batch."""
         life, turns = self._life, self._turns
@@ -271,7 +270,6 @@ class Tracker(LoopProgress):
             self._failing.waits = True
         turns.asked_feeds.add(feed)
 
-    @hook_time.counted
     def given(self, feed: Feed, batch: Any) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt_engine.observe.resume_report import Replay
 
 H = TypeVar("H", bound=Callable[..., Any])
+T = TypeVar("T")
 TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "hooks", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
 MEASURED = (
@@ -145,7 +146,7 @@ class RunSpent:
 
 
 class HookTime:
-    """How long training spends in the engine's own hooks, waits that are counted elsewhere not included.
+    """How long training spends in the engine's own code at each step, waits that are counted elsewhere not included.
 
     Of this process, on the training thread.
 
@@ -169,6 +170,14 @@ class HookTime:
                 self.seconds = perf_counter() - self._left_out - began
 
         return cast(H, run)
+
+    def outside(self, call: Callable[..., T], *args: Any) -> T:
+        """What a call returns that is none of the engine's work: of its time only that of hooks within counts."""
+        began, left_out, seconds = perf_counter(), self._left_out, self.seconds
+        try:
+            return call(*args)
+        finally:
+            self._left_out = left_out + perf_counter() - began - (self.seconds - seconds)
 
     def leave_out(self, seconds: float) -> None:
         """Training has waited for so long, in a hook or outside of them, and that is counted already."""

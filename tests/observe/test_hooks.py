@@ -41,6 +41,23 @@ def test_waits_are_left_out(hooks: HookTime) -> None:
     assert hooks.seconds == 0.5
 
 
+def test_what_a_hook_calls_of_the_user_does_not_count_but_for_hooks_within(hooks: HookTime) -> None:
+    """A loader that is followed fetches a batch, and asks a sampler that is followed as well."""
+    sampler = hooks.counted(lambda: "an index")
+    loader = hooks.counted(lambda: hooks.outside(lambda: (next(clock), sampler())[1]))
+    clock = itertools.count()
+    assert loader() == "an index"
+    assert hooks.seconds == 3.0  # one before the loader is asked, one in the sampler, one behind the loader
+
+
+def test_a_loader_that_ends_or_fails_does_not_count_either(hooks: HookTime) -> None:
+    """Its exception goes through."""
+    ended = hooks.counted(lambda: hooks.outside(next, iter(())))
+    with pytest.raises(StopIteration):
+        ended()
+    assert hooks.seconds == 2.0
+
+
 def test_the_time_of_a_hook_that_raises_counts(hooks: HookTime) -> None:
     """A stop leaves a hook by an exception."""
 

@@ -46,7 +46,7 @@ NAMES = {
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 23, "ckpt_engine/writer": 40}
+LIFE = {"ckpt_engine/loop": 21, "ckpt_engine/writer": 40}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

@@ -29,18 +29,10 @@ _SHARES = 4096
 _APART = 32
 """A chunk begins at a multiple of so many bytes."""
 _STRIDED = torch.strided
-_AHEAD = 64
-_Read = tuple[int, int, Any, int, int, int, int, int, int]
-"""Group and place of a parameter, a name in what is known of it or None, how much is known of it, which elements, from
-which byte of the tensor on and up to which one, its size and its address; 0 where the step itself has to find that."""
 
 
 class Sampler:
     """Of one optimizer.
-
-    Where the words of the next steps lie is found for many steps at once: with cold caches, the first call of a
-    function costs as much as a hundred in a row. A step reads them there only if each tensor still has that memory,
-    all of it: reading memory that was given back to the system would end the process.
 
     Args:
         optimizer: whose parameters are looked at.
@@ -60,8 +52,6 @@ class Sampler:
         """None, and the names of what an optimizer knows of a parameter, in order: a resume may change theirs."""
         self._by_size: list[tuple[int, int]] = []
         """A large parameter is in several of these places."""
-        self._first, self._reads = 0, list[list[_Read]]()
-        """The reads of this step and of those behind it."""
 
     def look(self, calls: int) -> bytes:
         """The words of this step, in chunks of `CHUNK_BYTES`.
@@ -69,15 +59,7 @@ class Sampler:
         Args:
             calls: optimizer steps of the run so far.
         """
-        at, ahead = calls - self._first, 1
-        if not 0 <= at < len(self._reads):
-            ahead = min(2 * len(self._reads) or 1, _AHEAD)
-        elif (words := self._read(self._reads[at])) is not None:
-            return words
-        found = self._read([(*one[:-1], 0) for one in self._reads_of(calls)]) or b""
-        self._first, ahead = calls + 1, ahead if found else 0  # weights on a device have no words
-        self._reads = [list(self._reads_of(one)) for one in range(calls + 1, calls + 1 + ahead)]
-        return found
+        return b"".join(chunk_of(tensor, draw) or b"" for _, _, tensor, draw in self._choose_tensors(calls))
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:
         """Of the chunks of that step the tensor and its dtype.
@@ -86,40 +68,16 @@ class Sampler:
             named: names of parameters by their ids.
         """
         found = []
-        for group, place, key, _, draw, *_ in self._reads_of(calls):
-            parameter = self.optimizer.param_groups[group]["params"][place]
-            tensor = parameter if key is None else self.optimizer.state[parameter][key]
+        for parameter, key, tensor, draw in self._choose_tensors(calls):
             if chunk_of(tensor, draw) is not None:
                 name = named.get(id(parameter), "a parameter")
                 called = name if key is None else f"{key} of {name}"
                 found.append((called, str(tensor.dtype).removeprefix("torch.")))
         return found
 
-    def _read(self, reads: list[_Read]) -> bytes | None:
-        """The words; None: they are not where they were."""
-        groups, state, words = self.optimizer.param_groups, self.optimizer.state, b""
-        if [len(group["params"]) for group in groups] != self._counts:
-            return None
-        for number, place, key, many, draw, start, end, nbytes, address in reads:
-            parameter = groups[number]["params"][place]
-            known = known if isinstance(known := state.get(parameter), dict) else {}
-            if len(known) != many:
-                return None
-            found: Any = parameter if key is None else known.get(key)
-            is_there = not address or (
-                type(found) in PLAIN
-                and found.layout is _STRIDED
-                and found.data_ptr() == address
-                and found.nbytes == nbytes
-            )
-            if not is_there:
-                return None
-            begin = address + start
-            chunk = MEMORY[begin : address + end].ljust(CHUNK_BYTES, b"\0") if address else chunk_of(found, draw)
-            words += chunk or b""
-        return words
-
-    def _reads_of(self, calls: int) -> Iterator[_Read]:
+    def _choose_tensors(self, calls: int) -> Iterator[tuple[Any, Any, Any, int]]:
+        """What this step looks at: a parameter, a name in what is known of it or None, the tensor that this is, and a
+        number that says which of its elements."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         if [len(group["params"]) for group in groups] != self._counts:
             self._make_plan()
@@ -134,9 +92,7 @@ class Sampler:
                 one = known.get(key := self._keys[way % len(self._keys)])
                 if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
                     one, key = parameter, None
-                is_here = type(one) in PLAIN and one.is_cpu and one.layout is _STRIDED and one.is_contiguous()
-                lies = (*_part_of(one.nbytes, draw >> 12), one.nbytes, one.data_ptr()) if is_here else (0, 0, 0, 0)
-                yield group, place, key, len(known), draw >> 12, *lies
+                yield parameter, key, one, draw >> 12
             draw //= _SHARES
 
     def _make_plan(self) -> None:

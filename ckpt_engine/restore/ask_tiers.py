@@ -35,12 +35,13 @@ SILENT_SECONDS = 2.0
 """How long a place may leave a request without a sign, if a nearer one has a snapshot."""
 RECENT_SECONDS = 0.5
 """A place that has given a sign since then makes progress."""
-READS_ON_MACHINE = max(4, min(16, len(os.sched_getaffinity(0))))
+_CORES = len(os.sched_getaffinity(0))
+READS_ON_MACHINE = max(4, min(16, _CORES))
 """Digests of one core keep up with no bus."""
 READS_FROM_SERVER = 16
 """Requests under way to a storage that is neither a disk nor memory: it is latency that they hide."""
-AT_WORK = 4
-"""Threads beside those that read from a storage."""
+AT_WORK = min(4, _CORES)
+"""Threads beside those that read from a storage. More than there are cores only wait for each other."""
 _LOOK_SECONDS = 0.1
 """For a place that is not watched for signs."""
 _SAY = partial(announce, LOG)

@@ -34,6 +34,7 @@ from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import BufferPool, Decoder, KnownBytes, chain_of, joined
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
 UNASKED_BYTES = 64 << 20
@@ -96,19 +97,21 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
     require_room(sum(sizes.values()))
     laid: dict[int, dict[str, int]] = {}
     found: dict[str, torch.Tensor] = {}
-    for name, entry in entries.items():
-        if not entry.pieces:
-            if 0 not in entry.shape:
-                raise CorruptError(f"{name!r} has no pieces in the manifest, and needs some")
-            found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        elif entry.is_plain:
-            laid.setdefault(entry.pieces[0].file, {})[name] = entry.pieces[0].offset
-        else:  # it begins in a page where its first bytes do in a file
-            offset = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset
-            found |= _fresh({name: offset - offset % dtype_of(entry.dtype).itemsize}, entries, sizes)
-    for offsets in laid.values():
-        found |= _fresh(offsets, entries, sizes)
-    read_moves(sources, manifest, moves_of(manifest, found, sizes), laid=set().union(*laid.values()))
+    with uncollected():
+        for name, entry in entries.items():
+            if not entry.pieces:
+                if 0 not in entry.shape:
+                    raise CorruptError(f"{name!r} has no pieces in the manifest, and needs some")
+                found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+            elif entry.is_plain:
+                laid.setdefault(entry.pieces[0].file, {})[name] = entry.pieces[0].offset
+            else:  # it begins in a page where its first bytes do in a file
+                offset = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset
+                found |= _fresh({name: offset - offset % dtype_of(entry.dtype).itemsize}, entries, sizes)
+        for offsets in laid.values():
+            found |= _fresh(offsets, entries, sizes)
+        moves = moves_of(manifest, found, sizes)
+    read_moves(sources, manifest, moves, laid=set().union(*laid.values()))
     return found
 
 

@@ -21,6 +21,7 @@ from ckpt_engine.errors import (
     ForeignError,
     FormatError,
     NewerFormatError,
+    SealError,
     StorageError,
     StorageExistsError,
     StorageMissingError,
@@ -36,6 +37,8 @@ from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 READS_AT_ONCE = 16
 """Manifests read at once where it is latency that counts: anywhere but on a disk."""
+_KEY_LOOKS = 3
+"""So many of the newest sealed manifests show whether the keys at hand open any."""
 
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
@@ -151,11 +154,12 @@ class Repository:
     def record(self) -> RunRecord | None:
         """The run record; None where nothing has been written yet.
 
-        One that is damaged, or has no digest and disagrees with the snapshots, says what they say.
+        One that is damaged, or was changed after it was sealed, or has no digest and disagrees with the snapshots, says
+        what they say.
 
         Raises:
             ForeignError: there are files, and they are not ours.
-            CorruptError: the record is damaged, and there is no snapshot that says whose it is.
+            CorruptError, SealError: the record cannot be used, and there is no snapshot that says whose it is.
             NewerFormatError: a later version wrote it.
         """
         if self._record is None:
@@ -167,8 +171,8 @@ class Repository:
             except StorageMissingError:
                 self._refuse_foreign()
                 return None
-            except CorruptError:
-                run = self.run_of_manifests()
+            except (CorruptError, SealError) as err:
+                run = self.run_of_manifests(_KEY_LOOKS if isinstance(err, SealError) else None)
                 if run is None:
                     raise
                 self._record = RunRecord(run, time.time())
@@ -199,10 +203,14 @@ class Repository:
         self._record, self._stored_record = record, text
         return record
 
-    def run_of_manifests(self) -> str | None:
-        """The run that the newest readable manifest names; None where there is none."""
+    def run_of_manifests(self, newest: int | None = None) -> str | None:
+        """The run that the newest readable manifest names; None where there is none.
+
+        Args:
+            newest: no more than so many of the newest ones are read.
+        """
         if self._run_of_manifests is None:
-            for parsed in reversed(self.ids()):
+            for parsed in self.ids()[::-1][:newest]:
                 with suppress(FormatError, StorageMissingError):
                     self._run_of_manifests = self.read(parsed.id).run
                     break

@@ -143,6 +143,7 @@ def load(
     rank: int = 0,
     size: int = 1,
     known: dict[bytes, Manifest] | None = None,
+    damaged: set[str] | None = None,
 ) -> Loaded | None:
     """Read the newest valid snapshot (of `step`), or None if there are none at all.
 
@@ -159,13 +160,14 @@ def load(
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
         known: see `choose.SearchLog`.
+        damaged: takes what `Loaded.damaged` will have, also where an error is raised.
 
     Raises:
         NoUsableSnapshotError, ResumeError: as `choose`.
         MismatchError: `into` has other tensors; raised before data is read.
     """
     began = time.perf_counter()
-    search = SearchLog(known={} if known is None else known)
+    search = SearchLog(known={} if known is None else known, damaged=set() if damaged is None else damaged)
 
     def fits(found: Manifest) -> None:
         manifest = found.as_rank(rank)
@@ -292,6 +294,7 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
     rank, size, check, known = session.ranks.rank, session.ranks.size, how["check"], how["known"]
     seen = None if check is None else lambda manifest: check(manifest.as_rank(0))
     refused: dict[str, CkptError] = {}
+    damaged = set[str]()
     with (
         JointTiers(session, where) as gathered,
         # What is filled in place by `live` is divided, too.
@@ -305,7 +308,7 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
                 return None
             found, failure = None, None
             try:
-                found = load(places(), only=chosen, rank=rank, size=size, **how)
+                found = load(places(), only=chosen, rank=rank, size=size, damaged=damaged, **how)
                 if found is None:
                     raise RanksError(
                         f"rank 0 has chosen snapshot {chosen}, and rank {rank} does not find it",
@@ -313,29 +316,40 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
                     )
             except CkptError as err:
                 failure = err
-            mine = {"error": None if failure is None else asdict(ErrorRecord.of(failure))}
+            mine = {"error": failure and asdict(ErrorRecord.of(failure)), "damaged": [*damaged]}
             verdict = session.meet(lambda: mine, _verdict, LOAD_SECONDS)  # noqa: B023
-            if verdict is None:
+            damaged.update(verdict["damaged"])
+            if verdict["error"] is None:
                 assert found is not None
-                return replace(found, rejected=(*search.rejected, *found.rejected), newest_seq=search.newest_seq)
-            error = ErrorRecord(**verdict).exception()
+                passed_over = (one for one in search.rejected if one.snapshot != chosen)
+                return replace(
+                    found,
+                    rejected=(*passed_over, *found.rejected),
+                    newest_seq=search.newest_seq,
+                    damaged=frozenset(damaged),
+                )
+            error = ErrorRecord(**verdict["error"]).exception()
             if not isinstance(error, NoUsableSnapshotError):
                 raise failure or error
             refused[chosen] = CorruptError(error.message)
 
 
-def _verdict(said: list[dict[str, Any] | None]) -> Any:
-    """What went wrong on the first rank that has something to say; first of all what another snapshot does not mend."""
+def _verdict(said: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """What went wrong on the first rank that has something to say, first of all what another snapshot does not mend; and
+    what any of them has found damaged.
+    """
     wrong: list[tuple[int, dict[str, Any]]] = []
+    damaged = set[str]()
     for rank, one in enumerate(said):
         if one is None:
             raise WaitTimeoutError(f"timed out waiting for rank {rank} to report whether it has loaded the snapshot")
+        damaged.update(one["damaged"])
         if one["error"] is not None:
             wrong.append((rank, one["error"]))
     if not wrong:
-        return None
+        return {"error": None, "damaged": [*damaged]}
     rank, first = min(wrong, key=lambda item: item[1]["code"] == NoUsableSnapshotError.code)
-    return {**first, "message": f"on rank {rank}: {first['message']}"}
+    return {"error": {**first, "message": f"on rank {rank}: {first['message']}"}, "damaged": [*damaged]}
 
 
 class Restorer:

@@ -1,0 +1,62 @@
+"""A machine is lost and the disk is damaged: the restart mends the disk from what the memory of another machine has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from ckpt_engine.store import names
+from tests.restore.peers.cluster import Cluster
+from tests.restore.test_resumed_past_damage import newest, repository, rot
+
+STEPS = 3
+WAIT_SECONDS = 60.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline, pause = time.monotonic() + WAIT_SECONDS, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.05)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("missing", marks=pytest.mark.slow), "quarantined"])
+@pytest.mark.parametrize("memory", [{"url": "memory", "replicate": 1}, {"url": "memory", "parity": 3}])
+def test_what_the_memory_of_another_machine_has_mends_the_disk(
+    tmp_path: Path, memory: dict[str, object], damage: str
+) -> None:
+    """The damaged share is that of the machine that is lost, with its writer: only others have it, or its parity."""
+    root, machines = tmp_path / "run", 2 if "replicate" in memory else 3
+    store, lost = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), machines - 1
+    with Cluster(root, store, machines, memory, machines, durable_every=1) as cluster:
+        cluster.job["last"] = STEPS
+        assert cluster.start()[2] == "nowhere"
+        cluster.nodes[0].until_idle()
+        until(lambda: [parsed.step for parsed in repository(root).ids()][-1:] == [STEPS])
+        cluster.kill({lost})
+        there = newest(root)
+        file = root / names.data_name(there.info.id, lost)
+        was = file.read_bytes()
+        if damage == "quarantined":
+            name = names.data_name(there.info.id, lost)
+            pieces = (one for entry in there.entries.values() for one in entry.pieces)
+            rot(root, there, next(one for one in pieces if there.files[one.file].name == name))
+            command = [sys.executable, "-m", "ckpt_engine.cli.main", "scrub", str(root)]
+            assert subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False).returncode == 1
+            assert (root / names.quarantine_name(there.info.id)).exists()
+        elif damage == "missing":
+            file.unlink()
+        else:
+            os.truncate(file, len(was) // 2)
+        assert cluster.start() == ["resumed", str(STEPS), "memory"]
+        assert file.read_bytes() == was and not (root / names.quarantine_name(there.info.id)).exists()
+        assert "was damaged and is mended from memory" in cluster.log.read_text()

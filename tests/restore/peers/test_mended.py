@@ -30,11 +30,15 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("damage", ["truncated", pytest.param("missing", marks=pytest.mark.slow), "quarantined"])
+@pytest.mark.parametrize("written", ["now", "before"])
 @pytest.mark.parametrize("memory", [{"url": "memory", "replicate": 1}, {"url": "memory", "parity": 3}])
 def test_what_the_memory_of_another_machine_has_mends_the_disk(
-    tmp_path: Path, memory: dict[str, object], damage: str
+    tmp_path: Path, memory: dict[str, object], damage: str, written: str
 ) -> None:
-    """The damaged share is that of the machine that is lost, with its writer: only others have it, or its parity."""
+    """The damaged share is that of the machine that is lost, with its writer: only others have it, or its parity.
+
+    Its file was written with the snapshot that is resumed from, or with an older one that this refers to.
+    """
     root, machines = tmp_path / "run", 2 if "replicate" in memory else 3
     store, lost = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), machines - 1
     with Cluster(root, store, machines, memory, machines, durable_every=1) as cluster:
@@ -44,10 +48,14 @@ def test_what_the_memory_of_another_machine_has_mends_the_disk(
         until(lambda: [parsed.step for parsed in repository(root).ids()][-1:] == [STEPS])
         cluster.kill({lost})
         there = newest(root)
-        file = root / names.data_name(there.info.id, lost)
+        (name,) = (
+            one.name
+            for one in there.files
+            if names.data_rank(one.name) == lost and (there.info.id in one.name) is (written == "now")
+        )
+        file = root / name
         was = file.read_bytes()
         if damage == "quarantined":
-            name = names.data_name(there.info.id, lost)
             pieces = (one for entry in there.entries.values() for one in entry.pieces)
             rot(root, there, next(one for one in pieces if there.files[one.file].name == name))
             command = [sys.executable, "-m", "ckpt_engine.cli.main", "scrub", str(root)]

@@ -335,8 +335,9 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
 
 
 def _verdict(said: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """What went wrong on the first rank that has something to say, first of all what another snapshot does not mend; and
-    what any of them has found damaged.
+    """What went wrong on the first rank that has something to say, first of all what another snapshot does not mend.
+
+    And what any of them has found damaged.
     """
     wrong: list[tuple[int, dict[str, Any]]] = []
     damaged = set[str]()

@@ -146,7 +146,7 @@ def test_a_mistake_is_named_at_once(text: str, answer: str, tmp_path: Path, term
 
 def test_an_empty_seal_of_a_tier_is_refused_in_a_mapping_too() -> None:
     """Who reads YAML for us gives None: nothing is trained in the clear for that."""
-    with pytest.raises(ConfigError, match="tiers.0.seal: has no keys; remove it"):
+    with pytest.raises(ConfigError, match=r"tiers\.0\.seal: has no keys; remove it"):
         load_config(tiers=[{"url": "/d", "seal": None}])
 
 

@@ -142,7 +142,7 @@ def test_a_run_is_sealed_where_its_yaml_says_so(tmp_path: Path, text: str, seale
 @pytest.mark.parametrize("text", ["seal: , tiers: /run", "tiers: [{url: /run, seal: }]"])
 def test_an_empty_seal_is_refused(tmp_path: Path, text: str) -> None:
     """Somebody has commented its keys out: the run would be written in the clear."""
-    with pytest.raises(ConfigError, match="seal: has no keys.*remove it"):
+    with pytest.raises(ConfigError, match=r"seal: has no keys.*remove it"):
         of_yaml(tmp_path, text)
 
 

@@ -1,9 +1,13 @@
 """Damage in the share of one rank: what any rank finds all ranks know, and it is noted as where one process loads."""
 
+# ruff: noqa: F811 - fixtures are imported
+
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +16,29 @@ import torch
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.store import names
+from ckpt_engine.store.manifest import Manifest, Piece
+from tests.cli.conftest import ckpt  # noqa: F401 - a fixture
 from tests.ranks.runs import on_all, open_ranks
 from tests.ranks.test_checkpointer import close_all
 from tests.restore.test_resumed_past_damage import newest, repository, rot
 from tests.snapshot.passage import same
 
+Ckpt = Callable[..., Any]
 WAIT_SECONDS = 60.0
 SIZE = 2
 
 
 def state(value: int, rank: int) -> dict[str, Any]:
     """Shared weights that never change, and what a rank has of its own, of which two values may be equal."""
-    return {"model": {"w": torch.arange(30_000.0)}, "own": {"mine": torch.full((200_000,), float(10 * value + rank))}}
+    return {
+        "model": {"w": torch.arange(1_400_000.0)},
+        "own": {"mine": torch.full((200_000,), float(10 * value + rank))},
+    }
 
 
-def save_all(ranks: list[Checkpointer], step: int, value: int) -> None:
-    handles = on_all(lambda rank: ranks[rank].save(state(value, rank), step=step), SIZE)
+def save_all(ranks: list[Checkpointer], step: int, *values: int) -> None:
+    """With one value for all ranks, or one for each."""
+    handles = on_all(lambda rank: ranks[rank].save(state(values[rank % len(values)], rank), step=step), SIZE)
     for handle in handles:
         assert handle.wait(WAIT_SECONDS)
 
@@ -92,3 +103,24 @@ def test_a_run_mends_what_another_tier_has(tmp_path: Path, rank: int) -> None:
         assert time.monotonic() < deadline
         pause.wait(0.05)
     close_all(ranks)
+
+
+def test_a_shared_file_is_mended_from_a_place_with_the_newest_snapshot_only(ckpt: Ckpt, tmp_path: Path) -> None:
+    """All its bytes are there, in another form; of the older snapshot that needs them the place has no manifest."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = [{"url": str(near)}, {"url": str(far), "codec": "zstd", "keep": {"last": 1}}]
+    ranks = open_ranks(None, SIZE, tiers=tiers, keep={"last": 9}, wait_at_end=WAIT_SECONDS)
+    save_all(ranks, 1, 1)
+    save_all(ranks, 2, 2)
+    close_all(ranks)
+    older, last = repository(near).ids()
+    assert [parsed.id for parsed in repository(far).ids()] == [last.id]
+    shutil.copytree(near, tmp_path / "was")
+    manifest, name = newest(near), names.data_name(older.id, 1)
+    file = rot(near, manifest, next(one for one in manifest.entries["model/w"].pieces if in_file(manifest, one, name)))
+    assert ckpt("repair", near, "--from", far).code == 0
+    assert (near / file).read_bytes() == (tmp_path / "was" / file).read_bytes()
+
+
+def in_file(manifest: Manifest, piece: Piece, name: str) -> bool:
+    return manifest.files[piece.file].name == name

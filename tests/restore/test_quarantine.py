@@ -185,23 +185,6 @@ def test_a_run_mends_what_another_tier_has_and_ends_its_quarantine(ckpt: Ckpt, t
     assert ckpt("verify", near).code == 0
 
 
-def test_a_file_of_several_snapshots_is_mended_from_a_place_that_has_only_the_newest(ckpt: Ckpt, tmp_path: Path) -> None:
-    """All its bytes are there, in another form, and of the older ones the place has no manifest."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    tiers = [{"url": str(near)}, {"url": str(far), "codec": "zstd", "keep": {"last": 1}}]
-    for step in (1, 2, 3):
-        options = {"tiers": tiers, "keep": {"last": 9}, "writer": "thread", "wait_at_end": WAIT_SECONDS}
-        with Checkpointer(options) as run:
-            run.load()
-            assert run.save(state(step), step=step).wait(WAIT_SECONDS)
-    assert (len(repository(near).ids()), len(repository(far).ids())) == (3, 1)
-    shutil.copytree(near, tmp_path / "was")
-    file = rot(near, newest(near), unlooked(newest(near))[0])
-    assert repository(near).ids()[0].id in file and not (far / file).exists()
-    assert ckpt("repair", near, "--from", far).code == 0
-    assert (near / file).read_bytes() == (tmp_path / "was" / file).read_bytes()
-
-
 @pytest.mark.parametrize("damage", ["truncated", "missing", "quarantined"])
 def test_what_is_in_memory_mends_the_disk(tmp_path: Path, damage: str) -> None:
     """The trainer is killed; the writer that it leaves has the snapshot that its disk has lost since."""

@@ -1,7 +1,8 @@
 """One machine of a run, with some of its ranks as threads, that is to be killed: `JOB`, JSON.
 
 `root`, `memory` (that tier), `node`, `ranks` (those of this machine), `size`, `port` and `life` (of the store where the
-ranks meet), `durable_every`, `pace`, the seconds of a step, and `last`, the step after which nothing is saved any more.
+ranks meet), `durable_every`, `pace`, the seconds of a step, `last`, the step after which nothing is saved any more, and
+the options `seal` and `keep`.
 Every rank saves a state that tells its step in every byte. Prints the steps that its first rank began, and `idle` when
 all machines have the last one in memory.
 """
@@ -36,7 +37,8 @@ def main(job: dict[str, Any]) -> None:
         store = TCPStore("127.0.0.1", job["port"], is_master=False, timeout=PATIENCE)
         shared: Any = GroupStore(store, f"engine{job['life']}")
         ranks = ThreadRanks(rank, size, shared, node=job["node"])
-        ckpt = Checkpointer(tiers=[job["memory"], job["root"]], ranks=ranks, linger=60, seal=job.get("seal"))
+        more = {name: job[name] for name in ("seal", "keep") if name in job}
+        ckpt = Checkpointer(tiers=[job["memory"], job["root"]], ranks=ranks, linger=60, **more)
         state = ckpt.load()
         step = check(state, rank) if state is not None else 0
         if rank == first:

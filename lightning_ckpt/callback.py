@@ -48,7 +48,7 @@ class AdaptiveCheckpoint(Callback):
         wait_at_end: how long the end waits for copies to further tiers ("10 min"); 0: not at all.
         keep: retention, e.g. {"last": 2}.
         protect: snapshots that nothing removes while they are young, e.g. {"days": 14}.
-        seal: who can open what is written, and which key signs it, e.g. {"sign": "run.key"}.
+        seal: who can open what is written, and which key signs it, e.g. {"sign": "run.key"}; None is refused.
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
         log: what the progress bar and the loggers show, e.g. {"bar": "full"}.

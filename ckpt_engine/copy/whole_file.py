@@ -16,9 +16,10 @@ from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMiss
 from ckpt_engine.grouping import grouped
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.decode import decoder_of, stored_pieces
 from ckpt_engine.store.manifest import DataFile, Piece
-from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.repository import Repository
 
 _Needed = Mapping[Piece, Sequence[tuple[str, str]]]
 """The pieces of a data file, each with the snapshots and entries that it is of, by what they have in common."""

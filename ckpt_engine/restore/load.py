@@ -49,6 +49,7 @@ from ckpt_engine.restore.choose import (
     notes_about,
     require_none,
 )
+from ckpt_engine.restore.continued_line import before_of
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
 from ckpt_engine.restore.match import require_fit, tensor_shapes
@@ -74,8 +75,6 @@ _Found = TypeVar("_Found")
 Live = Callable[[Manifest], Any]
 """Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
 ATTACH_SECONDS = FINISH_SECONDS = 60.0
-TIDY_FROM = 16
-"""A line that names so many attempts is looked through for those that have left nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,40 +316,35 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
             except CkptError as err:
                 failure = err
             mine = {"error": failure and asdict(ErrorRecord.of(failure)), "damaged": [*damaged]}
-            verdict = session.meet(lambda: mine, _verdict, LOAD_SECONDS)  # noqa: B023
-            damaged.update(verdict["damaged"])
-            if verdict["error"] is None:
+            verdict, hurt = session.meet(lambda: mine, _judged, LOAD_SECONDS)  # noqa: B023
+            damaged.update(*hurt)
+            if verdict is None:
                 assert found is not None
-                passed_over = (one for one in search.rejected if one.snapshot != chosen)
-                return replace(
-                    found,
-                    rejected=(*passed_over, *found.rejected),
-                    newest_seq=search.newest_seq,
-                    damaged=frozenset(damaged),
-                )
-            error = ErrorRecord(**verdict["error"]).exception()
+                rejected = tuple(one for one in (*search.rejected, *found.rejected) if one.snapshot != chosen)
+                return replace(found, rejected=rejected, newest_seq=search.newest_seq, damaged=frozenset(damaged))
+            error = ErrorRecord(**verdict).exception()
             if not isinstance(error, NoUsableSnapshotError):
                 raise failure or error
             refused[chosen] = CorruptError(error.message)
 
 
-def _verdict(said: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """What went wrong on the first rank that has something to say, first of all what another snapshot does not mend.
-
-    And what any of them has found damaged.
-    """
+def _verdict(said: list[dict[str, Any] | None]) -> Any:
+    """What went wrong on the first rank that has something to say; first of all what another snapshot does not mend."""
     wrong: list[tuple[int, dict[str, Any]]] = []
-    damaged = set[str]()
     for rank, one in enumerate(said):
         if one is None:
             raise WaitTimeoutError(f"timed out waiting for rank {rank} to report whether it has loaded the snapshot")
-        damaged.update(one["damaged"])
         if one["error"] is not None:
             wrong.append((rank, one["error"]))
     if not wrong:
-        return {"error": None, "damaged": [*damaged]}
+        return None
     rank, first = min(wrong, key=lambda item: item[1]["code"] == NoUsableSnapshotError.code)
-    return {"error": {**first, "message": f"on rank {rank}: {first['message']}"}, "damaged": [*damaged]}
+    return {**first, "message": f"on rank {rank}: {first['message']}"}
+
+
+def _judged(said: list[dict[str, Any] | None]) -> tuple[Any, list[list[str]]]:
+    """The verdict, and what each rank has found damaged."""
+    return _verdict(said), [one["damaged"] for one in said if one is not None]
 
 
 class Restorer:
@@ -537,27 +531,3 @@ class Restorer:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
-
-
-def before_of(
-    found: Loaded, where: Callable[[], Sequence[Repository]], *, newest: bool, back: bool = False
-) -> tuple[tuple[str, int], ...]:
-    """What is `before` in the line of a process that has loaded `found`; see `branches.continued`.
-
-    Args:
-        where: all places; asked for only if it matters what else there is.
-        newest: it was asked for the newest usable one: what is newer cannot be used.
-        back: what is newer is to be left: the run has diverged in it.
-    """
-    is_newest = found.newest_seq <= found.info.seq
-    if is_newest and len(found.info.line.before) < TIDY_FROM:
-        return continued(found.info, (), ())
-    try:
-        there = ask_tiers.snapshots(where())
-    except CkptError:
-        return continued(found.info, (), ()) if is_newest else ()  # who knows what there is
-    newer = [info for info in there if info.seq > found.info.seq]
-    superseded = {info.id for info in newer} if back else heal.passed_over(found) if newest else set()
-    before = continued(found.info, newer, superseded)
-    left = {info.line.attempt for info in there}
-    return before if found.away else tuple(one for one in before if one[0] in left)

@@ -29,6 +29,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.quarantine import Damaged, KnownDamage
@@ -50,8 +51,6 @@ FORKED = "forked_from"
 """The note of all snapshots of a run that was forked: its `ForkPoint`."""
 CHANGED = "resumed_with"
 """The note of a snapshot whose line has changes: the digest of the section `resume` that was applied last."""
-FEW_FILES = 4
-"""So many files are asked for one by one; more of them cost less in one listing of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,14 +609,3 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 hint="upgrade ckpt-engine",
             )
         return msgspec.convert({**row, "fork": fork_of({FORKED: row.get("fork")})}, RunRecord)
-
-
-def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:
-    """The names of those that are missing, or of another size.
-
-    Raises:
-        StorageError: that cannot be found out.
-    """
-    prefixes = [file.name for file in files] if len(files) <= FEW_FILES else [names.DATA]
-    sizes = {item.name: item.nbytes for prefix in prefixes for item in storage.list(prefix)}
-    return [file.name for file in files if sizes.get(file.name) != file.nbytes]

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError
 from ckpt_engine.observe.events import Event
-from ckpt_engine.restore.continued_line import passed_over
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.repository import Repository
@@ -46,3 +45,9 @@ def after_load(
             places = map(Repository, (tiers[0], memory, *tiers[1:]))
             return mend_damage(places, found.damaged, lease.check, emit)
     return set()
+
+
+def passed_over(found: Loaded) -> set[str]:
+    """What a load has passed over for good. A place that is unreachable may still have it whole."""
+    useless = FormatError.code[:-2], StorageMissingError.code
+    return set() if found.away else {one.snapshot for one in found.rejected if one.code.startswith(useless)}

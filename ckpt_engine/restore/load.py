@@ -49,7 +49,7 @@ from ckpt_engine.restore.choose import (
     notes_about,
     require_none,
 )
-from ckpt_engine.restore.continued_line import before_of
+from ckpt_engine.restore.choose_together import agree_on, choose_together
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
 from ckpt_engine.restore.match import require_fit, tensor_shapes
@@ -75,6 +75,8 @@ _Found = TypeVar("_Found")
 Live = Callable[[Manifest], Any]
 """Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
 ATTACH_SECONDS = FINISH_SECONDS = 60.0
+TIDY_FROM = 16
+"""A line that names so many attempts is looked through for those that have left nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,37 +252,6 @@ def _read(
     return state, own, tuple(notes), unverified_bytes, bool(rebuilder.wrapped)
 
 
-def choose_together(
-    session: Session, where: FindPlaces, step: int | None, check: ManifestCheck | None, known: dict[bytes, Manifest]
-) -> Candidate | None:
-    """As `choose`, on all ranks."""
-    seen = None if check is None else lambda manifest: check(manifest.as_rank(session.ranks.rank))
-    with JointTiers(session, where) as gathered:
-        look = partial(choose, check=seen, search=SearchLog(known=known))
-        chosen, found = _agree_on(session, gathered, lambda: look(gathered.places(), step))
-        if chosen is None or session.coordinates:
-            return found
-        return look(gathered.places(), only=chosen)
-
-
-def _agree_on(
-    session: Session, gathered: JointTiers, look: Callable[[], Candidate | None]
-) -> tuple[str | None, Candidate | None]:
-    """The id of the snapshot that rank 0 finds, on all ranks, and on rank 0 what it has found."""
-    found: Candidate | None = None
-
-    def chosen() -> tuple[str, str | None] | None:
-        nonlocal found
-        found = look()
-        return None if found is None else (found.info.id, gathered.parts_of(found.manifest))
-
-    agreed = session.agree(chosen, LOAD_SECONDS)
-    if agreed is None:
-        return None, None
-    gathered.learn(*agreed)
-    return agreed[0], found
-
-
 def load_together(session: Session, where: FindPlaces, step: int | None, **how: Any) -> Loaded | None:
     """As `load`, on all ranks at once: what one of them cannot read none of them takes.
 
@@ -302,7 +273,7 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
         while True:
             search = SearchLog(known=known)
             look = partial(choose, step=step, check=seen, search=search, refused=refused)
-            chosen, _ = _agree_on(session, gathered, lambda: look(places()))  # noqa: B023
+            chosen, _ = agree_on(session, gathered, lambda: look(places()))  # noqa: B023
             if chosen is None:
                 return None
             found, failure = None, None
@@ -531,3 +502,27 @@ class Restorer:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
+
+
+def before_of(
+    found: Loaded, where: Callable[[], Sequence[Repository]], *, newest: bool, back: bool = False
+) -> tuple[tuple[str, int], ...]:
+    """What is `before` in the line of a process that has loaded `found`; see `branches.continued`.
+
+    Args:
+        where: all places; asked for only if it matters what else there is.
+        newest: it was asked for the newest usable one: what is newer cannot be used.
+        back: what is newer is to be left: the run has diverged in it.
+    """
+    is_newest = found.newest_seq <= found.info.seq
+    if is_newest and len(found.info.line.before) < TIDY_FROM:
+        return continued(found.info, (), ())
+    try:
+        there = ask_tiers.snapshots(where())
+    except CkptError:
+        return continued(found.info, (), ()) if is_newest else ()  # who knows what there is
+    newer = [info for info in there if info.seq > found.info.seq]
+    superseded = {info.id for info in newer} if back else heal.passed_over(found) if newest else set()
+    before = continued(found.info, newer, superseded)
+    left = {info.line.attempt for info in there}
+    return before if found.away else tuple(one for one in before if one[0] in left)

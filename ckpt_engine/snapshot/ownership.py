@@ -230,7 +230,7 @@ class Lineage:
         self._seen = newest_seq
 
     def go_on(self, resumed: SnapshotInfo, before: tuple[tuple[str, int], ...]) -> None:
-        """What is trained from here on comes after `resumed`; `before`: see `restore.continued_line.before_of`."""
+        """What is trained from here on comes after `resumed`; `before`: see `restore.load.before_of`."""
         own = resumed.line.attempt == self._attempt and bool(before)
         self._resumed = resumed
         if not own:

@@ -15,7 +15,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
 from ckpt_engine.observe.events import Event, LogSink, Notice
-from ckpt_engine.restore.continued_line import TIDY_FROM
+from ckpt_engine.restore.load import TIDY_FROM
 from ckpt_engine.store.branches import branches
 from ckpt_engine.store.lease import LocalLease, acquire
 from ckpt_engine.store.lease_holder import Lease, LeaseHolder

@@ -1,4 +1,4 @@
-"""All ranks choose the same snapshot to resume from: rank 0 looks, and the others learn of it."""
+"""All ranks choose the same snapshot to resume from."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class AdaptiveCheckpoint(Callback):
         wait_at_end: how long the end waits for copies to further tiers ("10 min"); 0: not at all.
         keep: retention, e.g. {"last": 2}.
         protect: snapshots that nothing removes while they are young, e.g. {"days": 14}.
-        seal: who can open what is written, and which key signs it, e.g. {"sign": "run.key"}.
+        seal: who can open what is written, and which key signs it, e.g. {"sign": "run.key"}; None is refused.
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
         log: what the progress bar and the loggers show, e.g. {"bar": "full"}.
@@ -87,7 +87,7 @@ class AdaptiveCheckpoint(Callback):
 
     else:
         # LightningCLI reads this signature. What a section and a word may be is ours to say, with the one that is
-        # meant; and its YAML makes a boolean of `off`.
+        # meant; and its YAML makes a boolean of `off`. It gives None for an empty `seal:`, and the default otherwise.
         def __init__(
             self,
             config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -104,7 +104,7 @@ class AdaptiveCheckpoint(Callback):
             wait_at_end: float | str | None = None,
             keep: int | dict[str, Any] | None = None,
             protect: dict[str, Any] | None = None,
-            seal: dict[str, Any] | None = None,
+            seal: dict[str, Any] | bool | None = False,
             preemption: dict[str, Any] | None = None,
             status: dict[str, Any] | None = None,
             log: dict[str, Any] | None = None,
@@ -125,6 +125,9 @@ class AdaptiveCheckpoint(Callback):
             **unknown: Never,
         ) -> None:
             given = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
+            if seal is None:
+                raise ConfigError("seal: has no keys", hint="remove it for a run that is not sealed")
+            given["seal"] = None if seal is False else seal
             self._make(config, given | unknown)
 
     def _make(self, config: str | os.PathLike[str] | Mapping[str, Any] | None, options: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from yaml.reader import ReaderError
 from ckpt_engine.config.models import SECTION, Config, Tier
 from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.config.reporting import Log, Status
-from ckpt_engine.config.sections import Best, Keep, ParityParts, Preemption, ResumeChanges, Section, Source
+from ckpt_engine.config.sections import Best, Keep, ParityParts, Preemption, ResumeChanges, Seal, Section, Source
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -50,7 +50,12 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("merge", r"<<", "<"),
 )
-_EXAMPLES: Mapping[type[Section], str] = {Keep: "such as {last: 3}", Best: "such as {monitor: val_loss, mode: min}"}
+_EXAMPLES: Mapping[type[Section], str] = {
+    Keep: "such as {last: 3}",
+    Best: "such as {monitor: val_loss, mode: min}",
+    ParityParts: "such as {data: 8, parity: 2}",
+    Seal: "such as {key: ~/ckpt.key}",
+}
 """What to write instead of a bare value of these sections."""
 _UNITS: Mapping[str | int, str] = {"max_lost_work": "min", "bandwidth": "MB/s", "quota": "GB", "min_free": "GB"}
 """Options that need one in a file: `max_lost_work: 10` would be ten seconds, and a rate of 200 would be in bytes."""
@@ -234,7 +239,7 @@ def plain_values(value: Any, path: KeyPath, source: OptionSource, problems: list
         value = _plain_number(value)
         if source.lines and path and path[-1] in _UNITS and re.fullmatch(r"[\d_.]+", str(value)):
             problems.append(OptionProblem(source, path, f"needs a unit, such as '{value} {_UNITS[path[-1]]}'"))
-        if source.lines and value is None and path[-1:] == ("seal",):
+        if value is None and path[-1:] == ("seal",) and (source.lines or len(path) > 1):
             problems.append(OptionProblem(source, path, "has no keys; remove it for a run that is not sealed"))
         if isinstance(value, os.PathLike):
             return os.fspath(value)
@@ -294,7 +299,8 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
         return "missing; name a folder for the snapshots" if loc in (("tiers",), ("tiers", 0, "url")) else "missing"
     section = _section(loc)
     mapping = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
-    of_kinds = {**dict.fromkeys(_NO_MAPPING, mapping), "tuple_type": "must be a list"}
+    most = f"must be a whole number of at most {detail.get('ctx', {}).get('le')}"
+    of_kinds = {**dict.fromkeys(_NO_MAPPING, mapping), "tuple_type": "must be a list", "less_than_equal": most}
     text = of_kinds.get(kind, str(detail["msg"]))
     hint = detail.get("ctx", {}).get("hint", "")
     value: Any = values

@@ -117,7 +117,7 @@ class Tier(Section):
     parity: (
         Annotated[
             Annotated[Count, Tag("count")] | Annotated[ParityParts, Tag(SECTION)],
-            Discriminator(lambda value: SECTION if isinstance(value, dict | ParityParts) else "count"),
+            Discriminator(lambda value: "count" if isinstance(value, int | float | str) else SECTION),
         ]
         | None
     ) = Field(

@@ -354,6 +354,8 @@ def parse_command(value: object) -> list[str]:
 
 def _key_source(value: object) -> str | list[str]:
     """The absolute path of a file, as the writer works in another folder; or a program and its arguments."""
+    if not isinstance(value, str | list | tuple) or not value:
+        raise ValueError("must be the path of a key file, or a command as a list such as [vault, read, my-key]")
     return str(Path(_file_path(value)).expanduser().absolute()) if isinstance(value, str) else parse_command(value)
 
 

@@ -20,11 +20,12 @@ from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.branches import OTHER_LINE, branches
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, SnapshotInfo
 from ckpt_engine.store.protection import PROTECTED, young
 from ckpt_engine.store.quarantine import Damaged
-from ckpt_engine.store.repository import Data, Repository, lacking
+from ckpt_engine.store.repository import Data, Repository
 from ckpt_engine.store.retention import RESERVE_BYTES, SLACK_BYTES, RetentionPlan, Usage, plan, plan_before_write
 from ckpt_engine.store.retention_preflight import preflight
 from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy

@@ -20,6 +20,7 @@ from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.container import digest
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import (
     DataFile,
@@ -27,7 +28,7 @@ from ckpt_engine.store.manifest import (
     Piece,
     require_whole,
 )
-from ckpt_engine.store.repository import Repository, encode_record, lacking, parse_record
+from ckpt_engine.store.repository import Repository, encode_record, parse_record
 from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.disk import closing_fd, open_regular, translating
 from ckpt_engine.store.storage.partial_file import PartialFile

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from ckpt_engine.copy.add_parity import encoded
 from ckpt_engine.copy.file_parity import restored
 from ckpt_engine.copy.transfer import mapped, scratch_file, scratch_of, viewed
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.grouping import grouped
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.decode import decoder_of, stored_pieces
 from ckpt_engine.store.manifest import DataFile, Piece
-from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.repository import Repository
 
-_Needed = Mapping[Piece, tuple[str, str]]
-"""The pieces of a data file, each with a snapshot and an entry that it is of."""
+_Needed = Mapping[Piece, Sequence[tuple[str, str]]]
+"""The pieces of a data file, each with the snapshots and entries that it is of, by what they have in common."""
 
 
 @contextmanager
@@ -56,19 +59,19 @@ def _manifest(place: Repository, sources: Sequence[Repository], snapshot: str) -
 def _needed(place: Repository, name: str) -> tuple[DataFile, _Needed]:
     """A data file as the manifests of its place describe it. Raises StorageMissingError if none does."""
     files: set[DataFile] = set()
-    found: dict[Piece, tuple[str, str]] = {}
+    found: list[tuple[Piece, tuple[str, str]]] = []
     for parsed in place.ids():
         with suppress(FormatError):
             manifest = place.read(parsed.id)
             files.update(file for file in manifest.files if file.name == name)
-            found |= {
-                piece: (parsed.id, entry)
+            found += [
+                (replace(piece, file=0, alias=False), (parsed.id, entry))
                 for entry, piece in stored_pieces(manifest)
                 if manifest.files[piece.file].name == name
-            }
+            ]
     if not files:
         raise StorageMissingError(f"no snapshot needs {name}")
-    return files.pop(), found
+    return files.pop(), grouped(found)
 
 
 def _fill(
@@ -101,10 +104,9 @@ def _fill(
         raise CorruptError(f"no place has the header of {file.name}")
     served = base.storage.url
     for piece in bad:
-        snapshot, entry = needed[piece]
-        found = (one for one in every if _serve(one, snapshot, entry, file, piece, part_of(piece)))
+        found = (one for one in every for owner in needed[piece] if _serve(one, *owner, file, piece, part_of(piece)))
         if (source := next(found, None)) is None:
-            raise CorruptError(f"no place has the bytes of {entry!r} in {file.name}")
+            raise CorruptError(f"no place has the bytes of {needed[piece][0][1]!r} in {file.name}")
         served = served if source is place else source.storage.url
     return served
 

@@ -24,9 +24,10 @@ from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMiss
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.decode import Decoder, ReadInto, chain_of, decoder_of, needed_for, stored_pieces
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
-from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.repository import Repository
 
 HEADER_BYTES = 16 << 10
 """Smaller files are hardly more than a header."""

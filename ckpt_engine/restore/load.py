@@ -49,6 +49,7 @@ from ckpt_engine.restore.choose import (
     notes_about,
     require_none,
 )
+from ckpt_engine.restore.choose_together import agree_on, choose_together
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
 from ckpt_engine.restore.match import require_fit, tensor_shapes
@@ -143,6 +144,7 @@ def load(
     rank: int = 0,
     size: int = 1,
     known: dict[bytes, Manifest] | None = None,
+    damaged: set[str] | None = None,
 ) -> Loaded | None:
     """Read the newest valid snapshot (of `step`), or None if there are none at all.
 
@@ -159,13 +161,14 @@ def load(
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
         known: see `choose.SearchLog`.
+        damaged: takes what `Loaded.damaged` will have, also where an error is raised.
 
     Raises:
         NoUsableSnapshotError, ResumeError: as `choose`.
         MismatchError: `into` has other tensors; raised before data is read.
     """
     began = time.perf_counter()
-    search = SearchLog(known={} if known is None else known)
+    search = SearchLog(known={} if known is None else known, damaged=set() if damaged is None else damaged)
 
     def fits(found: Manifest) -> None:
         manifest = found.as_rank(rank)
@@ -249,37 +252,6 @@ def _read(
     return state, own, tuple(notes), unverified_bytes, bool(rebuilder.wrapped)
 
 
-def choose_together(
-    session: Session, where: FindPlaces, step: int | None, check: ManifestCheck | None, known: dict[bytes, Manifest]
-) -> Candidate | None:
-    """As `choose`, on all ranks."""
-    seen = None if check is None else lambda manifest: check(manifest.as_rank(session.ranks.rank))
-    with JointTiers(session, where) as gathered:
-        look = partial(choose, check=seen, search=SearchLog(known=known))
-        chosen, found = _agree_on(session, gathered, lambda: look(gathered.places(), step))
-        if chosen is None or session.coordinates:
-            return found
-        return look(gathered.places(), only=chosen)
-
-
-def _agree_on(
-    session: Session, gathered: JointTiers, look: Callable[[], Candidate | None]
-) -> tuple[str | None, Candidate | None]:
-    """The id of the snapshot that rank 0 finds, on all ranks, and on rank 0 what it has found."""
-    found: Candidate | None = None
-
-    def chosen() -> tuple[str, str | None] | None:
-        nonlocal found
-        found = look()
-        return None if found is None else (found.info.id, gathered.parts_of(found.manifest))
-
-    agreed = session.agree(chosen, LOAD_SECONDS)
-    if agreed is None:
-        return None, None
-    gathered.learn(*agreed)
-    return agreed[0], found
-
-
 def load_together(session: Session, where: FindPlaces, step: int | None, **how: Any) -> Loaded | None:
     """As `load`, on all ranks at once: what one of them cannot read none of them takes.
 
@@ -292,6 +264,7 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
     rank, size, check, known = session.ranks.rank, session.ranks.size, how["check"], how["known"]
     seen = None if check is None else lambda manifest: check(manifest.as_rank(0))
     refused: dict[str, CkptError] = {}
+    damaged = set[str]()
     with (
         JointTiers(session, where) as gathered,
         # What is filled in place by `live` is divided, too.
@@ -300,12 +273,12 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
         while True:
             search = SearchLog(known=known)
             look = partial(choose, step=step, check=seen, search=search, refused=refused)
-            chosen, _ = _agree_on(session, gathered, lambda: look(places()))  # noqa: B023
+            chosen, _ = agree_on(session, gathered, lambda: look(places()))  # noqa: B023
             if chosen is None:
                 return None
             found, failure = None, None
             try:
-                found = load(places(), only=chosen, rank=rank, size=size, **how)
+                found = load(places(), only=chosen, rank=rank, size=size, damaged=damaged, **how)
                 if found is None:
                     raise RanksError(
                         f"rank 0 has chosen snapshot {chosen}, and rank {rank} does not find it",
@@ -313,11 +286,13 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
                     )
             except CkptError as err:
                 failure = err
-            mine = {"error": None if failure is None else asdict(ErrorRecord.of(failure))}
-            verdict = session.meet(lambda: mine, _verdict, LOAD_SECONDS)  # noqa: B023
+            mine = {"error": failure and asdict(ErrorRecord.of(failure)), "damaged": [*damaged]}
+            verdict, hurt = session.meet(lambda: mine, _judged, LOAD_SECONDS)  # noqa: B023
+            damaged.update(*hurt)
             if verdict is None:
                 assert found is not None
-                return replace(found, rejected=(*search.rejected, *found.rejected), newest_seq=search.newest_seq)
+                rejected = tuple(one for one in (*search.rejected, *found.rejected) if one.snapshot != chosen)
+                return replace(found, rejected=rejected, newest_seq=search.newest_seq, damaged=frozenset(damaged))
             error = ErrorRecord(**verdict).exception()
             if not isinstance(error, NoUsableSnapshotError):
                 raise failure or error
@@ -336,6 +311,11 @@ def _verdict(said: list[dict[str, Any] | None]) -> Any:
         return None
     rank, first = min(wrong, key=lambda item: item[1]["code"] == NoUsableSnapshotError.code)
     return {**first, "message": f"on rank {rank}: {first['message']}"}
+
+
+def _judged(said: list[dict[str, Any] | None]) -> tuple[Any, list[list[str]]]:
+    """The verdict, and what each rank has found damaged."""
+    return _verdict(said), [one["damaged"] for one in said if one is not None]
 
 
 class Restorer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import secrets
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from ckpt_engine.restore.folder_service import FolderClient, FolderServer, manif
 from ckpt_engine.restore.joint_snapshot import JointSnapshot, gather
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.store.quarantine import encode_quarantine
 from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, ReadOnlyStorage, Storage
 from ckpt_engine.undo import on_failure
@@ -130,7 +131,7 @@ class JointTiers:
             return gather(snapshot, offers, ask, self._silent, self._began)
 
         chooses = (self._offers.keys(), gathered) if session.coordinates else None
-        self._spread = JointStorage(own, place, self._borrowers, met["record"], chooses, self._silent)
+        self._spread = JointStorage(own, place, self._borrowers, met["texts"], chooses, self._silent)
         self._nearest = Repository(self._spread)
 
     def _lend(self, own: Folder, address: str, secret: str) -> dict[str, Any]:
@@ -138,13 +139,15 @@ class JointTiers:
         try:
             repository = Repository(own)
             ids = [parsed.id for parsed in repository.ids()]
-            found = repository.record()
-            record = encode_record(found).decode() if found is not None else ""
+            damaged = repository.damage.snapshots.items()
+            texts = {names.quarantine_name(one): encode_quarantine(noted.files).decode() for one, noted in damaged}
+            since = None
+            if (record := repository.record()) is not None:
+                texts[names.RECORD] = encode_record(record).decode()
+                since = Path(own.path(names.RECORD)).stat().st_mtime
             lender = FolderServer(own, address, secret, self._session.ranks.size)
             self._opened.callback(lender.close)
-            since = Path(own.path(names.RECORD)).stat().st_mtime if record else None
-            lends = {"host": address, "port": lender.port}
-            return {**lends, "ids": ids, "record": record, "since": since}
+            return {"host": address, "port": lender.port, "ids": ids, "texts": texts, "since": since}
         except (CkptError, OSError) as err:
             return {"why": f"it cannot be used: {err}"}
 
@@ -161,7 +164,7 @@ class JointTiers:
                 self._since[number] = one["since"]
         return {
             "lenders": [[one["host"], one["port"]] if "port" in one else None for one in leaders],
-            "record": next((str(one["record"]) for one in leaders if one.get("record")), ""),
+            "texts": dict(ChainMap(*(one.get("texts", {}) for one in leaders))),
         }
 
     def _ask(self, own: Folder, number: int, snapshot: str) -> tuple[bytes, dict[str, int]]:
@@ -238,7 +241,7 @@ class JointStorage(RemoteData):
         own: this rank's root.
         place: the number of its place.
         lenders: see `RemoteData`.
-        record: of the run.
+        texts: by name the run's record, and what nodes have noted of damaged snapshots.
         offers: where this rank chooses: the snapshots that any place has, and how to gather one.
         silent: there: places that do not answer, and why; grows when one is gathered.
     """
@@ -248,7 +251,7 @@ class JointStorage(RemoteData):
         own: Folder,
         place: int,
         lenders: Sequence[FolderClient | None],
-        record: str,
+        texts: Mapping[str, str],
         offers: tuple[Collection[str], Callable[[str], JointSnapshot]] | None = None,
         silent: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -262,7 +265,7 @@ class JointStorage(RemoteData):
         super().__init__(own.url, lenders, {})
         self._own = own
         self._place = place
-        self._record = record
+        self._texts = texts
         self._offers = offers
         self.far: Storage = RemoteData(own.url, lenders, self._homes)
         """What other places have; `NodeStorage` where the ranks of this node read it once."""
@@ -292,8 +295,8 @@ class JointStorage(RemoteData):
         self.sizes.update(known.sizes)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        if name == names.RECORD and self._record:
-            text = self._record.encode()
+        if name in self._texts:
+            text = self._texts[name].encode()
         else:
             parsed = names.manifest_id(name)
             if parsed is None or parsed.id not in self._snapshots():
@@ -312,6 +315,7 @@ class JointStorage(RemoteData):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         found = [ObjectInfo(names.manifest_name(snapshot), 0) for snapshot in self._snapshots()]
         found += [ObjectInfo(name, nbytes) for name, nbytes in self.sizes.items()]
+        found += [ObjectInfo(name, 0) for name in self._texts]
         return iter([item for item in found if item.name.startswith(prefix)])
 
     def _snapshots(self) -> Collection[str]:

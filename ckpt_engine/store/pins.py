@@ -22,8 +22,9 @@ import msgspec
 from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageExistsError, StorageMissingError
 from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.store import json_checks, manifest_codec, names
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.base import Storage
 

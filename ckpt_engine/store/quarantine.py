@@ -47,6 +47,11 @@ class _Note:
     files: tuple[str, ...]
 
 
+def encode_quarantine(files: Collection[str]) -> bytes:
+    """The note that names these damaged data files."""
+    return seal({"files": sorted(files)}) + b"\n"
+
+
 def parse_quarantine(text: bytes, where: str) -> tuple[str, ...]:
     """The damaged data files that a note names. Raises CorruptError if it names none."""
     return parsed(text, where, _Note, "remove it: the next scrub writes it again").files
@@ -93,7 +98,7 @@ class KnownDamage:
             self.files.update(files)
             self.snapshots[snapshot] = found = Damaged.noted(snapshot, files)
             if known is None or found.files != known.files:
-                self._storage.put(name, [memoryview(seal({"files": found.files}) + b"\n")], exclusive=False)
+                self._storage.put(name, [memoryview(encode_quarantine(files))], exclusive=False)
         elif known is not None:
             self._storage.delete(name)
 

@@ -21,6 +21,7 @@ from ckpt_engine.errors import (
     ForeignError,
     FormatError,
     NewerFormatError,
+    SealError,
     StorageError,
     StorageExistsError,
     StorageMissingError,
@@ -28,6 +29,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.observe.resume_report import FILE_NAME
 from ckpt_engine.store import catalog, json_checks, manifest_codec, names
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.quarantine import Damaged, KnownDamage
@@ -36,6 +38,8 @@ from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 READS_AT_ONCE = 16
 """Manifests read at once where it is latency that counts: anywhere but on a disk."""
+_KEY_LOOKS = 3
+"""So many of the newest sealed manifests show whether the keys at hand open any."""
 
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
@@ -47,8 +51,6 @@ FORKED = "forked_from"
 """The note of all snapshots of a run that was forked: its `ForkPoint`."""
 CHANGED = "resumed_with"
 """The note of a snapshot whose line has changes: the digest of the section `resume` that was applied last."""
-FEW_FILES = 4
-"""So many files are asked for one by one; more of them cost less in one listing of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,12 @@ class Repository:
     def record(self) -> RunRecord | None:
         """The run record; None where nothing has been written yet.
 
-        One that is damaged, or has no digest and disagrees with the snapshots, says what they say.
+        One that is damaged, or was changed after it was sealed, or has no digest and disagrees with the snapshots, says
+        what they say.
 
         Raises:
             ForeignError: there are files, and they are not ours.
-            CorruptError: the record is damaged, and there is no snapshot that says whose it is.
+            CorruptError, SealError: the record cannot be used, and there is no snapshot that says whose it is.
             NewerFormatError: a later version wrote it.
         """
         if self._record is None:
@@ -167,8 +170,8 @@ class Repository:
             except StorageMissingError:
                 self._refuse_foreign()
                 return None
-            except CorruptError:
-                run = self.run_of_manifests()
+            except (CorruptError, SealError) as err:
+                run = self.run_of_manifests(_KEY_LOOKS if isinstance(err, SealError) else None)
                 if run is None:
                     raise
                 self._record = RunRecord(run, time.time())
@@ -199,10 +202,14 @@ class Repository:
         self._record, self._stored_record = record, text
         return record
 
-    def run_of_manifests(self) -> str | None:
-        """The run that the newest readable manifest names; None where there is none."""
+    def run_of_manifests(self, newest: int | None = None) -> str | None:
+        """The run that the newest readable manifest names; None where there is none.
+
+        Args:
+            newest: no more than so many of the newest ones are read.
+        """
         if self._run_of_manifests is None:
-            for parsed in reversed(self.ids()):
+            for parsed in self.ids()[::-1][:newest]:
                 with suppress(FormatError, StorageMissingError):
                     self._run_of_manifests = self.read(parsed.id).run
                     break
@@ -602,14 +609,3 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 hint="upgrade ckpt-engine",
             )
         return msgspec.convert({**row, "fork": fork_of({FORKED: row.get("fork")})}, RunRecord)
-
-
-def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:
-    """The names of those that are missing, or of another size.
-
-    Raises:
-        StorageError: that cannot be found out.
-    """
-    prefixes = [file.name for file in files] if len(files) <= FEW_FILES else [names.DATA]
-    sizes = {item.name: item.nbytes for prefix in prefixes for item in storage.list(prefix)}
-    return [file.name for file in files if sizes.get(file.name) != file.nbytes]

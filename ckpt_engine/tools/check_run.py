@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_engine.copy.file_parity import FileParity, restored
-from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.errors import CkptError, CorruptError, FormatError, SealError, StorageError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.preempt.divergence import parse_rollback
 from ckpt_engine.restore.choose import UnreachableTier
@@ -243,7 +243,8 @@ class Checker:
                 return []  # removed meanwhile
             except FormatError as err:
                 kind = name if "/" not in name else name[: name.rindex("/") + 1]
-                next_step = err.hint or _NEXT.get(kind, "remove it")
+                known = _NEXT.get(kind, "remove it")
+                next_step = f"{err.hint}; {known}" if isinstance(err, SealError) else err.hint or known
                 problems = [SnapshotProblem(err.code, f"{err.message} → {next_step}", name)]
             else:
                 return []

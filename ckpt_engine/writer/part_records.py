@@ -25,7 +25,8 @@ from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
 from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.number_types import Size
-from ckpt_engine.store import manifest_codec, names, repository
+from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.json_checks import is_shape, reading, require
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, RankCount, SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -402,5 +403,5 @@ def complete(repository: Repository, left: Mapping[str, Collection[int]]) -> Ite
 
 def require_files(storage: Storage, files: Sequence[DataFile]) -> None:
     """Raises `StorageMissingError` unless these data files are there as they were written."""
-    if lost := repository.lacking(storage, files):
+    if lost := lacking(storage, files):
         raise StorageMissingError(f"{', '.join(lost)} is not there whole")

@@ -37,13 +37,14 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.reporter import Reporter
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store.data_files import lacking
 from ckpt_engine.store.lease import acquire, read_holder, way_out_of_links
 from ckpt_engine.store.lease_holder import Lease, LeaseHolder, ProcessIdentity
 from ckpt_engine.store.lock_scope import lockable
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.object_lease import LOOK_SECONDS, Record
 from ckpt_engine.store.protection import begin
-from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import RESERVE_BYTES
 from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage

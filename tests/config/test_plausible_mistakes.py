@@ -82,6 +82,9 @@ VALUES = {
     "preemption: {grace: 0}": "above 0",
     "pickle: true": "a list of paths",
     "seal:": "remove it for a run that is not sealed",
+    "seal: ~/ckpt.key": "such as {key: ~/ckpt.key}",
+    "seal: {key: 3}": "the path of a key file, or a command as a list",
+    "seal: {sign: {file: a}}": "the path of a key file, or a command as a list",
 }
 PLACES = {
     "$NOT_SET_ANYWHERE/run": "NOT_SET_ANYWHERE is not set",
@@ -96,6 +99,9 @@ PLACES = {
     "[/a, file:///a/]": "the same place",
     "[/a, {url: /b, seal: }]": "remove it for a run that is not sealed",
     "[/a, memory]": "comes first",
+    "[{url: /a, parity: [4, 2]}]": "parity: must be a mapping such as {data: 8, parity: 2}",
+    "[{url: /a, parity: {data: 25}}]": "parity.data: must be a whole number of at most 24",
+    "[{url: /a, parity: 4}]": "another tier takes {data: 8, parity: 2}",
     "[{url: /a, every: 10 min}]": "the nearest tier takes every durable snapshot",
     "[/a, {url: /b, bandwidth: 200}]": "a unit, such as '200 MB/s'",
     "[/a, {url: /b, bandwidth: 200 MB}]": "a rate such as '200 MB/s'",
@@ -136,6 +142,12 @@ def test_a_mistake_is_named_at_once(text: str, answer: str, tmp_path: Path, term
     screen = terminal("ls", file)
     assert screen.code == 2
     assert screen.lines[0].startswith("ckpt: [CKPT100] ") and len(screen.lines[0]) <= 80, screen.lines
+
+
+def test_an_empty_seal_of_a_tier_is_refused_in_a_mapping_too() -> None:
+    """Who reads YAML for us gives None: nothing is trained in the clear for that."""
+    with pytest.raises(ConfigError, match=r"tiers\.0\.seal: has no keys; remove it"):
+        load_config(tiers=[{"url": "/d", "seal": None}])
 
 
 def test_numbers_without_a_unit_are_of_python() -> None:

@@ -126,13 +126,33 @@ def test_a_misspelt_option_is_named(tmp_path: Path) -> None:
 
 def test_an_unquoted_off_is_the_word_and_keep_a_number(tmp_path: Path) -> None:
     """The YAML of LightningCLI makes a boolean of it."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(AdaptiveCheckpoint, "ckpt")
     words = "guard: off, resume: off, hidden: off, log: {bar: off}"
-    (tmp_path / "cli.yaml").write_text(f"ckpt: {{tiers: /run, keep: 3, {words}}}\n")
-    made = parser.instantiate_classes(parser.parse_path(tmp_path / "cli.yaml")).ckpt.config
+    made = of_yaml(tmp_path, f"tiers: /run, keep: 3, {words}").config
     assert [made.guard, made.resume, made.hidden, made.log.bar] == ["off"] * 4
     assert made.keep.last == 3
+
+
+@pytest.mark.parametrize(("text", "sealed"), [("", False), ("seal: false", False), ("seal: {key: a}", True)])
+def test_a_run_is_sealed_where_its_yaml_says_so(tmp_path: Path, text: str, sealed: bool) -> None:
+    """And not otherwise, also as the file that LightningCLI writes has it."""
+    made = of_yaml(tmp_path, f"tiers: /run, {text}")
+    assert (made.config.seal is not None) is sealed
+
+
+@pytest.mark.parametrize("text", ["seal: , tiers: /run", "tiers: [{url: /run, seal: }]"])
+def test_an_empty_seal_is_refused(tmp_path: Path, text: str) -> None:
+    """Somebody has commented its keys out: the run would be written in the clear."""
+    with pytest.raises(ConfigError, match=r"seal: has no keys.*remove it"):
+        of_yaml(tmp_path, text)
+
+
+def of_yaml(folder: Path, options: str) -> AdaptiveCheckpoint:
+    """The callback of these options in the YAML of LightningCLI."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(AdaptiveCheckpoint, "ckpt")
+    (folder / "cli.yaml").write_text(f"ckpt: {{{options}}}\n")
+    made: AdaptiveCheckpoint = parser.instantiate_classes(parser.parse_path(folder / "cli.yaml")).ckpt
+    return made
 
 
 def test_keywords_are_exactly_the_options() -> None:

@@ -17,7 +17,7 @@ from ckpt_engine import Checkpointer, follow
 from ckpt_engine.cli.main import main
 from ckpt_engine.config import load_config
 from ckpt_engine.copy.job import RankConfig, WriterConfig
-from ckpt_engine.errors import ConfigError, ForeignError, NoUsableSnapshotError, SealError
+from ckpt_engine.errors import ConfigError, CorruptError, ForeignError, NoUsableSnapshotError, SealError
 from ckpt_engine.store import names
 from ckpt_engine.store.names import KEY_VARIABLE
 from ckpt_engine.store.storage.seal_keys import KeyPair
@@ -223,6 +223,42 @@ def test_equal_tensors_are_stored_once_as_in_a_plain_run(tmp_path: Path, key: st
             assert [info.step for info in opened.snapshots()] == [3, 4]
         stored.append(sum(path.stat().st_size >= frozen.nbytes for path in (tmp_path / name / "data").iterdir()))
     assert stored == [1, 1]
+
+
+@pytest.mark.parametrize("at", [0, 20, 41, 50, 100, -100, -1])
+def test_a_record_that_was_changed_after_it_was_sealed_says_what_the_snapshots_say(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    """Wherever a bit has flipped: `ckpt verify` names it, all else works, the next start writes it again, for the
+    same run. What opens nothing of the run is refused as ever.
+    """
+    root, yaml, stranger = tmp_path / "run", tmp_path / "run.yaml", str(tmp_path / "stranger")
+    config = {"tiers": str(root), "seal": {"key": key}, "keep": {"last": 9}}
+    yaml.write_text(json.dumps(config))
+    assert trained(config, 2)[-1] == "durable 2"
+    with Checkpointer(config) as opened:
+        assert opened.load() is not None
+        was = opened.loaded
+    text = bytearray((root / names.RECORD).read_bytes())
+    text[at] ^= 1
+    (root / names.RECORD).write_bytes(text)
+    for command in (["ls"], ["show"], ["prune"], ["cp", tmp_path / "copy"]):
+        assert ckpt(command[0], yaml, *command[1:]) == 0, command
+    capsys.readouterr()
+    for seen in ("verify", "repair"):
+        assert ckpt(seen, yaml) == 1
+        out = capsys.readouterr().out
+        assert f"{names.RECORD}  DAMAGED" in out and "the next start writes it again" in out
+    KeyPair.make(stranger)
+    other = {**config, "seal": {"key": stranger, "signed_by": [KeyPair.read(key).recipient]}}
+    for options in (other, {**config, "seal": None}):
+        with pytest.raises((SealError, CorruptError)), Checkpointer(options) as opened:
+            opened.save({"step": 3}, step=3)
+    assert trained(config, 3) == ["from 2", "durable 3"]
+    assert ckpt("verify", yaml) == 0
+    with Checkpointer(config) as opened:
+        assert opened.load() is not None and opened.loaded is not None
+        assert was is not None and opened.loaded.manifest.run == was.manifest.run
 
 
 def test_what_commands_do_with_a_plain_run_they_do_with_a_sealed_one(

@@ -224,7 +224,10 @@ class KeyRing:
             self.root = storage.get(_ROOT, 0, _KEY_BYTES)
             return self.verified(self._accepted, name, storage.get(name, 0, names.SMALL_BYTES), storage.url)
         except StorageMissingError as err:
-            raise SealError(f"what it takes to open {storage.url} is missing: {name} or {_ROOT}") from err
+            raise SealError(
+                f"what it takes to open {storage.url} is missing: {name} or {_ROOT}",
+                hint="bring it back from a copy, or move this place away where a further tier has the run",
+            ) from err
 
     def _publish(self, storage: Storage, name: str, secret: bytes) -> None:
         if self._signer is None:

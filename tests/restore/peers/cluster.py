@@ -46,6 +46,13 @@ class Node:
             assert line, "the node has ended"
             self._read(line)
 
+    def until_idle(self) -> None:
+        """Wait until it saves nothing any more."""
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()).strip() != "idle":
+            assert line, "the node has ended"
+            self._read(line)
+
     def kill(self, *, writers: bool) -> None:
         """End it; its lines are read to the end."""
         found = writers_of(self.process.pid) if writers else []

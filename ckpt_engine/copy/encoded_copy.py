@@ -331,12 +331,13 @@ class DedupBaseline:
 
     def _is_promising(self, staged: Staged) -> bool:
         if self._expects or staged.digests.known is not None:
+            self._seen = []  # the next one is compared with this one, which is not looked at
             return True
         with staged.slot.image(staged.nbytes) as image:
             seen = _glances(staged.cut_layout, image)
         before, self._seen = self._seen, [seen, *self._seen][:REACH]
         if self._older and not before:
-            return True  # an earlier process has written it, and its bytes would have to be read
+            return True  # it was not looked at, or an earlier process has written it: its bytes would have to be read
         spared, bounds = self._repeated_bytes(seen, before), write_plan.PLAIN
         return spared >= max(bounds.least_bytes, bounds.least_share * staged.cut_layout.nbytes)
 

@@ -39,8 +39,6 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.watchdog import CallProgress, GuardedReader
 
-SMALL_BYTES = 64 << 20
-"""Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
 ROW_SAMPLES = 4
 """Rows of an entry that are looked at first."""
 GLANCES, GLANCE_BYTES = 8, 64
@@ -332,13 +330,14 @@ class DedupBaseline:
         return 2 * sum(a == b for a, b in zip(rows, here, strict=True)) >= ROW_SAMPLES
 
     def _is_promising(self, staged: Staged) -> bool:
-        if self._expects or staged.digests.known is not None or staged.cut_layout.nbytes <= SMALL_BYTES:
+        if self._expects or staged.digests.known is not None:
+            self._seen = []  # the next one is compared with this one, which is not looked at
             return True
         with staged.slot.image(staged.nbytes) as image:
             seen = _glances(staged.cut_layout, image)
         before, self._seen = self._seen, [seen, *self._seen][:REACH]
         if self._older and not before:
-            return True  # an earlier process has written it, and its bytes would have to be read
+            return True  # it was not looked at, or an earlier process has written it: its bytes would have to be read
         spared, bounds = self._repeated_bytes(seen, before), write_plan.PLAIN
         return spared >= max(bounds.least_bytes, bounds.least_share * staged.cut_layout.nbytes)
 

@@ -412,7 +412,7 @@ def topmost(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def those_with(objects: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
     """The modules among the components that have a metric."""
     found = ((name, one) for name, one in objects.items() if isinstance(one, nn.Module))
-    return [(name, one) for name, one in found if any(True for _ in found_in(one))]
+    return [(name, one) for name, one in found if any(map(is_metric, one.modules()))]
 
 
 def dump_all(objects: Mapping[str, Any]) -> dict[str, States]:

@@ -44,7 +44,7 @@ def _attributes(classes: tuple[type, ...]) -> tuple[str, ...]:
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
     """What gives the name of a weight, buffer or module of `module` without wrappers; with them if two would be one."""
-    if any(_attributes(type(one).__mro__) for one in module.modules()):
+    if any(_attributes(kind.__mro__) for kind in set(map(type, module.modules()))):
         name = partial(_without_wrappers, module)
         names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
         if len(set(map(name, names))) == len(names):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import encode_pieces, encoded_copy, write_plan
+from ckpt_engine.copy import encode_pieces, write_plan
 from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
@@ -110,13 +110,8 @@ def big(seed: int) -> torch.Tensor:
     return torch.randint(256, (BIG,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["small", "sampled"])
-def test_equal_tensors_of_a_first_snapshot_are_stored_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sampled: bool
-) -> None:
+def test_equal_tensors_of_a_first_snapshot_are_stored_once(tmp_path: Path) -> None:
     """A student beside its teacher: one of them is written, both come back, and neither changes with the other."""
-    if is_sampled:
-        monkeypatch.setattr(encoded_copy, "SMALL_BYTES", 0)
     life = Life(tmp_path / "run", writer="thread")
     states = {1: {"student": big(1), "other": big(2), "teacher": big(1), "step": 1}}
     life.save(states[1])
@@ -136,8 +131,7 @@ def test_equal_tensors_of_a_first_snapshot_are_stored_once(
 def test_different_tensors_of_a_first_snapshot_are_written_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large image is not digested before it is written where nothing in it seems to be there twice."""
-    monkeypatch.setattr(encoded_copy, "SMALL_BYTES", 0)
+    """An image is not digested before it is written where nothing in it seems to be there twice."""
     monkeypatch.setattr(Staged, "timed_digest", lambda _: pytest.fail("digested before"))
     life = Life(tmp_path / "run", writer="thread")
     states = {1: {"a": big(1), "b": big(2), "zeros": torch.zeros(100), "more": torch.zeros(100), "step": 1}}

@@ -1,4 +1,4 @@
-"""A large image is digested before it is written only where some of its bytes are those of earlier images."""
+"""An image is digested before it is written only where some of its bytes are those of earlier images."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from tests.copy.test_writing import Life
 ROWS, WIDTH = 4096, 256
 NBYTES = 4 * ROWS * WIDTH
 HEADERS = 3 * 4096
-
-
-@pytest.fixture(autouse=True)
-def _every_image_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoded_copy, "SMALL_BYTES", 0)
 
 
 def weights(seed: int) -> torch.Tensor:

@@ -176,7 +176,7 @@ def test_any_call_to_the_first_tier_may_hang(run: Run, what: str) -> None:
 
 def test_a_read_that_hangs_costs_no_more_than_what_it_could_spare(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot and the next ones are written whole to the first tier, without a wait; one notice says so."""
-    monkeypatch.setattr(*bounds("PLAIN", least_bytes=0))
+    monkeypatch.setattr(*bounds("PLAIN", least_bytes=0, least_share=0.0))
     run.start(keep={"last": 9}, tiers=())
     run.save(1)
     end = run.weather[run.near].hang("get", "data/")

@@ -2,7 +2,8 @@
 
 Each process that writes makes a key to sign with, and a secret to encrypt with. An object `keys/<public half>`
 has the secret, wrapped for each recipient by HPKE (MLKEM768_X25519, HKDF-SHA256, AES-256-GCM). At its end is the
-Ed25519 signature of the place, the name and the bytes by a key of `seal.signed_by`.
+Ed25519 signature of the place, the name and the bytes by a key of `seal.signed_by`. What is below `keys/` is stored
+twice, because nothing opens without it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from ckpt_engine.store.storage.disk import translating
 KEYS = "keys/"
 SIGNATURE_BYTES = 64
 _ROOT = f"{KEYS}root"
+_COPIES = ("", ".copy")
+"""What the names of both copies of an object end with."""
 _SUITE = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _SECRET = "CKPT-SECRET-KEY-1-"
 _RECIPIENT = "ckpt1-"
@@ -47,6 +50,7 @@ _MLKEM_BYTES = 1184
 _PUBLIC_BYTES = _MLKEM_BYTES + 32 + 32
 _CHECK_BYTES = 4
 _KEY_BYTES = 32
+_ROOT_BYTES = _KEY_BYTES + _CHECK_BYTES
 _WRAP_BYTES = 1088 + 32 + _KEY_BYTES + 16
 """Both encapsulations, and the key with its tag."""
 _COMMAND_SECONDS = 60.0
@@ -54,7 +58,7 @@ _COMMAND_SECONDS = 60.0
 
 
 def _text_of(data: bytes) -> str:
-    return urlsafe_b64encode(data + hashlib.sha256(data).digest()[:_CHECK_BYTES]).decode()
+    return urlsafe_b64encode(data + _check_of(data)).decode()
 
 
 def _data_of(text: str, prefix: str, nbytes: int, what: str) -> bytes:
@@ -208,7 +212,7 @@ class KeyRing:
         return self._secrets[public]
 
     def _opened(self, storage: Storage, name: str) -> bytes:
-        body, where = self._body(storage, name), f"{storage.url}/{name}"
+        body, where = self._bodies(storage, name)[0], f"{storage.url}/{name}"
         if self._pair is None:
             raise SealError(
                 f"{where} cannot be opened: there is no key", hint=f"give seal.key, or set {names.KEY_VARIABLE}"
@@ -219,21 +223,26 @@ class KeyRing:
                 return _SUITE.decrypt(wrap, self._pair.encryption, self.root + name.encode())
         raise SealError(f"{where} is not sealed to the key at hand", hint="use the key of one of its recipients")
 
-    def _body(self, storage: Storage, name: str) -> bytes:
-        try:
-            self.root = storage.get(_ROOT, 0, _KEY_BYTES)
-            return self.verified(self._accepted, name, storage.get(name, 0, names.SMALL_BYTES), storage.url)
-        except StorageMissingError as err:
-            raise SealError(
-                f"what it takes to open {storage.url} is missing: {name} or {_ROOT}",
-                hint="bring it back from a copy, or move this place away where a further tier has the run",
-            ) from err
+    def _bodies(self, storage: Storage, name: str) -> list[bytes]:
+        """Of the copies of an object those that are signed; one at least."""
+        self.root = _root_in(storage)
+        refused, found = _missing(storage, name), list[bytes]()
+        for data in _copies(storage, name, names.SMALL_BYTES):
+            try:
+                found.append(self.verified(self._accepted, name, data, storage.url))
+            except SealError as err:
+                refused = err
+        if not found:
+            raise refused
+        return found
 
     def _publish(self, storage: Storage, name: str, secret: bytes) -> None:
         if self._signer is None:
             raise SealError(f"{storage.url} is only read: no key signs", hint="give seal.sign or seal.key")
         wraps = [_SUITE.encrypt(secret, one, self.root + name.encode()) for one in self._to]
-        storage.put(name, self.signed(self._signer.signing, name, self._aim + b"".join(wraps)), exclusive=False)
+        text = self.signed(self._signer.signing, name, self._aim + b"".join(wraps))
+        for copy in reversed(_COPIES):  # an interrupted rotation is recognised by the first one
+            storage.put(name + copy, text, exclusive=False)
 
     def signed(self, signing: Ed25519PrivateKey, name: str, body: bytes | memoryview) -> list[memoryview]:
         """The bytes of an object, and their signature."""
@@ -268,17 +277,54 @@ class KeyRing:
         """
         if self._signer is not None:  # what an interrupted rotation has wrapped
             self._accepted.append(self._signer.signing.public_key())
-        found = [item.name for item in storage.list(KEYS) if item.name != _ROOT]
-        stale = [name for name in found if not self._body(storage, name).startswith(self._aim)]
+        found = {item.name.removesuffix(_COPIES[1]) for item in storage.list(KEYS)} - {_ROOT}
+        stale = [name for name in sorted(found) if not self._is_current(self._bodies(storage, name))]
         for name, secret in [(name, self._opened(storage, name)) for name in stale]:
             self._publish(storage, name, secret)
         return len(found)
 
+    def _is_current(self, bodies: Sequence[bytes]) -> bool:
+        return len(bodies) == len(_COPIES) and all(body.startswith(self._aim) for body in bodies)
+
 
 def _root_of(storage: Storage) -> bytes:
-    """What tells a place from others, made where there is none."""
-    with suppress(StorageMissingError):
-        return storage.get(_ROOT, 0, _KEY_BYTES)
-    with suppress(StorageExistsError):  # another rank has just made it
-        storage.put(_ROOT, [memoryview(os.urandom(_KEY_BYTES))])
-    return storage.get(_ROOT, 0, _KEY_BYTES)
+    """What tells a place from others, made where there is none, and stored again where a copy of it is not whole."""
+    if not _copies(storage, _ROOT, _ROOT_BYTES):
+        made = os.urandom(_KEY_BYTES)
+        with suppress(StorageExistsError):  # another rank has just made it
+            storage.put(_ROOT, [memoryview(made + _check_of(made))])
+    if not (root := _root_in(storage)):
+        raise _missing(storage, _ROOT)
+    text = root + _check_of(root)
+    for copy in _COPIES if _copies(storage, _ROOT, _ROOT_BYTES) != [text] * len(_COPIES) else ():
+        storage.put(_ROOT + copy, [memoryview(text)], exclusive=False)
+    return root
+
+
+def _root_in(storage: Storage) -> bytes:
+    """What tells a place from others; empty: there is none, or none is whole. Version 0.1.0 has stored no checksum."""
+    for data in _copies(storage, _ROOT, _ROOT_BYTES):
+        root, check = data[:_KEY_BYTES], data[_KEY_BYTES:]
+        if len(root) == _KEY_BYTES and check in (b"", _check_of(root)):
+            return root
+    return b""
+
+
+def _check_of(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:_CHECK_BYTES]
+
+
+def _copies(storage: Storage, name: str, nbytes: int) -> list[bytes]:
+    """The first bytes of an object, as often as it is there."""
+    found = []
+    for copy in _COPIES:
+        with suppress(StorageMissingError):
+            found.append(storage.get(name + copy, 0, nbytes))
+    return found
+
+
+def _missing(storage: Storage, name: str) -> SealError:
+    return SealError(
+        f"what it takes to open {storage.url} is missing or damaged: {name} or {_ROOT}",
+        hint="bring it back from a copy, or move this place away where a further tier has the run",
+    )

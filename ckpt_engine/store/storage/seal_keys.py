@@ -50,7 +50,6 @@ _MLKEM_BYTES = 1184
 _PUBLIC_BYTES = _MLKEM_BYTES + 32 + 32
 _CHECK_BYTES = 4
 _KEY_BYTES = 32
-_ROOT_BYTES = _KEY_BYTES + _CHECK_BYTES
 _WRAP_BYTES = 1088 + 32 + _KEY_BYTES + 16
 """Both encapsulations, and the key with its tag."""
 _COMMAND_SECONDS = 60.0
@@ -192,8 +191,10 @@ class KeyRing:
             SealError: there is no key that vouches for it.
             StorageError
         """
-        root = self.root = _root_of(storage)
+        root = self.root = _root_in(storage) or _make_root(storage)
         if root not in self._own:  # two threads may make one each: both count
+            for copy in _COPIES:
+                storage.put(_ROOT + copy, [memoryview(root + _check_of(root))], exclusive=False)
             signing, secret = Ed25519PrivateKey.generate(), os.urandom(_KEY_BYTES)
             public = signing.public_key().public_bytes_raw()
             self._publish(storage, f"{KEYS}{public.hex()}", secret)
@@ -227,9 +228,12 @@ class KeyRing:
         """Of the copies of an object those that are signed; one at least."""
         self.root = _root_in(storage)
         refused, found = _missing(storage, name), list[bytes]()
-        for data in _copies(storage, name, names.SMALL_BYTES):
+        for copy in _COPIES:
             try:
+                data = storage.get(name + copy, 0, names.SMALL_BYTES)
                 found.append(self.verified(self._accepted, name, data, storage.url))
+            except StorageMissingError:
+                continue
             except SealError as err:
                 refused = err
         if not found:
@@ -287,40 +291,28 @@ class KeyRing:
         return len(bodies) == len(_COPIES) and all(body.startswith(self._aim) for body in bodies)
 
 
-def _root_of(storage: Storage) -> bytes:
-    """What tells a place from others, made where there is none, and stored again where a copy of it is not whole."""
-    if not _copies(storage, _ROOT, _ROOT_BYTES):
-        made = os.urandom(_KEY_BYTES)
-        with suppress(StorageExistsError):  # another rank has just made it
-            storage.put(_ROOT, [memoryview(made + _check_of(made))])
-    if not (root := _root_in(storage)):
+def _make_root(storage: Storage) -> bytes:
+    root = os.urandom(_KEY_BYTES)
+    with suppress(StorageExistsError):  # another rank has just made it
+        storage.put(_ROOT, [memoryview(root + _check_of(root))])
+    if not (there := _root_in(storage)):
         raise _missing(storage, _ROOT)
-    text = root + _check_of(root)
-    for copy in _COPIES if _copies(storage, _ROOT, _ROOT_BYTES) != [text] * len(_COPIES) else ():
-        storage.put(_ROOT + copy, [memoryview(text)], exclusive=False)
-    return root
+    return there
 
 
 def _root_in(storage: Storage) -> bytes:
-    """What tells a place from others; empty: there is none, or none is whole. Version 0.1.0 has stored no checksum."""
-    for data in _copies(storage, _ROOT, _ROOT_BYTES):
-        root, check = data[:_KEY_BYTES], data[_KEY_BYTES:]
-        if len(root) == _KEY_BYTES and check in (b"", _check_of(root)):
-            return root
+    """What tells a place from others; empty: there is none that is whole. Earlier versions have stored no checksum."""
+    for copy in _COPIES:
+        with suppress(StorageMissingError):
+            data = storage.get(_ROOT + copy, 0, _KEY_BYTES + _CHECK_BYTES)
+            root, check = data[:_KEY_BYTES], data[_KEY_BYTES:]
+            if len(root) == _KEY_BYTES and check in (b"", _check_of(root)):
+                return root
     return b""
 
 
 def _check_of(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:_CHECK_BYTES]
-
-
-def _copies(storage: Storage, name: str, nbytes: int) -> list[bytes]:
-    """The first bytes of an object, as often as it is there."""
-    found = []
-    for copy in _COPIES:
-        with suppress(StorageMissingError):
-            found.append(storage.get(name + copy, 0, nbytes))
-    return found
 
 
 def _missing(storage: Storage, name: str) -> SealError:

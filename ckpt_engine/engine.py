@@ -576,12 +576,12 @@ class Engine:
         begin = partial(open_client, thread=not self._pipeline.process, emit=emit)
 
         def start(config: WriterConfig) -> WriterClient:
-            return self._pipeline.lineage.checked(begin(config), self.root_url)
+            return self._pipeline.lineage.checked(begin(config))
 
         return self._session.open(lambda ranks: start(replace(config, ranks=ranks))) if self._session else start(config)
 
     def _say_what_stays(self) -> None:
-        if (news := self._pipeline.lineage.news(self.root_url)) is not None:
+        if (news := self._pipeline.lineage.news()) is not None:
             self._emit(Notice("WARNING", news))
 
     def _emit(self, event: Event) -> None:

@@ -59,7 +59,7 @@ class Sampler:
         Args:
             calls: optimizer steps of the run so far.
         """
-        return b"".join(chunk_of(tensor, draw) or b"" for _, _, tensor, draw in self._choose_tensors(calls))
+        return b"".join([chunk_of(tensor, draw) or b"" for _, _, tensor, draw in self._choose_tensors(calls)])
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:
         """Of the chunks of that step the tensor and its dtype.
@@ -90,7 +90,7 @@ class Sampler:
                 if (names := tuple(known)) != self._known:
                     self._known, self._keys = names, [None, *sorted(names, key=str)]
                 one = known.get(key := self._keys[way % len(self._keys)])
-                if not isinstance(one, torch.Tensor) or not one.dim():  # a step counter, say
+                if not isinstance(one, torch.Tensor) or not one.ndim:  # a step counter, say
                     one, key = parameter, None
                 yield parameter, key, one, draw >> 12
             draw //= _SHARES
@@ -112,8 +112,10 @@ def _size_of(parameter: Any) -> int:
 
 def _part_of(nbytes: int, draw: int) -> tuple[int, int]:
     """Where in so many bytes a chunk begins and ends."""
-    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
-    return start, min(nbytes, start + CHUNK_BYTES)
+    if nbytes <= CHUNK_BYTES:
+        return 0, nbytes
+    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART
+    return start, start + CHUNK_BYTES
 
 
 def chunk_of(tensor: Any, draw: int) -> bytes | None:
@@ -135,7 +137,7 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
         words = MEMORY[address + start : address + end]
     else:
         words = elements(tensor).flat[start // size : end // size].tobytes()
-    return words.ljust(CHUNK_BYTES, b"\0")
+    return words if end - start == CHUNK_BYTES else words.ljust(CHUNK_BYTES, b"\0")
 
 
 class Samplers(dict[int, Sampler]):

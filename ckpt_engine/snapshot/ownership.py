@@ -198,10 +198,11 @@ class Lineage:
 
     Args:
         session: of several ranks, which have one line together.
+        url: of the run, for people.
     """
 
-    def __init__(self, session: Session | None) -> None:
-        self._session = session
+    def __init__(self, session: Session | None, url: str) -> None:
+        self._session, self._url = session, url
         self._attempt = "" if session is not None else _random()
         self._begun = 0
         self._before: tuple[tuple[str, int], ...] = ()
@@ -242,7 +243,7 @@ class Lineage:
         self._begun += 1
         self._attempt = "" if self._session is not None else _random()
 
-    def checked(self, client: WriterClient, url: str) -> WriterClient:
+    def checked(self, client: WriterClient) -> WriterClient:
         """A writer that has just taken the lease, unless others have written since this process has looked.
 
         Raises:
@@ -255,8 +256,8 @@ class Lineage:
             client.close(CLOSE_SECONDS)
             had = "there was nothing" if self._resumed is None else f"it had step {self._resumed.step:,}"
             raise OvertakenError(
-                f"another job made snapshots up to step {history.step:,} ({history.newest}) at {url} after this one "
-                f"looked there: {had}. Nothing was written, and nothing is lost",
+                f"another job made snapshots up to step {history.step:,} ({history.newest}) at {self._url} after this "
+                f"one looked there: {had}. Nothing was written, and nothing is lost",
                 hint="start the script again, or call load() again: it resumes from the newest snapshot",
             )
         if self._seen is None and (not self._attempt or history.attempt != self._attempt):
@@ -272,18 +273,18 @@ class Lineage:
             self._resumed, self._before, self._unsaid = None, (), self._found
             self._begin()
 
-    def news(self, url: str) -> str | None:
+    def news(self) -> str | None:
         """Once, if training starts fresh at a place with a history: what becomes of that, for people."""
         history, self._unsaid = self._unsaid, None
         if history is None or self._resumed is not None:
             return None
         remove = ""
         if history.attempt is not None:
-            remove = f" until `ckpt prune {url} --branch {branch_id(Line(history.attempt))}` removes them"
+            remove = f" until `ckpt prune {self._url} --branch {branch_id(Line(history.attempt))}` removes them"
         many = f"{history.snapshots:,} snapshot{'s' if history.snapshots > 1 else ''}"
         return (
-            f"{url} has {many} of earlier training, up to step {history.step:,}, and this run starts fresh beside "
-            f"them: they stay{remove} (`ckpt ls {url}` shows all). To go on from them: {self._how}"
+            f"{self._url} has {many} of earlier training, up to step {history.step:,}, and this run starts fresh "
+            f"beside them: they stay{remove} (`ckpt ls {self._url}` shows all). To go on from them: {self._how}"
         )
 
     def _is_ours(self, history: History) -> bool:

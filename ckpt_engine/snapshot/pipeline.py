@@ -104,7 +104,7 @@ class Pipeline:
         self._jobs = 0
         self._in_flight = InFlight(self.slots, self._newest, emit, tier, self.start if session is None else None)
         self.failures = self._in_flight.failures
-        self.lineage = Lineage(session)
+        self.lineage = Lineage(session, tier)
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
         self.behind = False

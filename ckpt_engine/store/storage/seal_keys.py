@@ -213,14 +213,14 @@ class KeyRing:
         return self._secrets[public]
 
     def _opened(self, storage: Storage, name: str) -> bytes:
-        body, where = self._bodies(storage, name)[0], f"{storage.url}/{name}"
+        bodies, where = self._bodies(storage, name), f"{storage.url}/{name}"
         if self._pair is None:
             raise SealError(
                 f"{where} cannot be opened: there is no key", hint=f"give seal.key, or set {names.KEY_VARIABLE}"
             )
-        for start in range(len(self._aim), len(body), _WRAP_BYTES):
+        starts = range(len(self._aim), max(map(len, bodies)), _WRAP_BYTES)
+        for wrap in (body[start : start + _WRAP_BYTES] for body in bodies for start in starts):
             with suppress(InvalidTag, ValueError):
-                wrap = body[start : start + _WRAP_BYTES]
                 return _SUITE.decrypt(wrap, self._pair.encryption, self.root + name.encode())
         raise SealError(f"{where} is not sealed to the key at hand", hint="use the key of one of its recipients")
 

@@ -192,7 +192,7 @@ def test_what_is_in_memory_mends_the_disk(tmp_path: Path, damage: str) -> None:
     config = {"tiers": [{"url": "memory", "every_n_steps": 1}, {"url": str(root)}], "keep": {"last": 9}}
     assert trained(config, 4, kill_after=3)[-1] == "durable 3"
     deadline, pause, stored = time.monotonic() + WAIT_SECONDS, threading.Event(), repository(root)
-    while lease.read_holder(stored.storage) is not None and len(stored.ids()) < 3:
+    while lease.read_holder(stored.storage) is not None:  # it makes durable what it has, and gives its lease back
         assert time.monotonic() < deadline
         pause.wait(0.05)
     there = newest(root)

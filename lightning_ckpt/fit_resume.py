@@ -290,7 +290,7 @@ class FitResume(FreshStart):
             and self._own["stopped_early"]
         ):
             return True
-        self.report.notes.append("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
+        self.report.notes.append("training was stopped through trainer.should_stop, not by EarlyStopping: it continues")
         return False
 
     # ---- restoring

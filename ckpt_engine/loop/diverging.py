@@ -201,12 +201,12 @@ class Diverging:
         return DivergedError(f"{found.text()}; {said}", hint=self._on())
 
     def _on(self) -> str:
-        return f"{self._halt.watch.durable()}; ckpt_path='auto' goes on there"
+        return f"{self._halt.watch.durable()}; ckpt_path='auto' resumes there"
 
     def _rule(self, found: Divergence) -> tuple[DivergedError, dict[str, Any] | None]:
         if self._rollbacks is not None:
             return self._rollbacks.error(found, self._halt.watch, self._halt.seconds_left, self._verdicts)
-        hint = f"{self._halt.watch.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
+        hint = f"{self._halt.watch.durable()}, from before; ckpt_path='auto' resumes there, with the same batches"
         return DivergedError(found.text(), hint=hint), None
 
 

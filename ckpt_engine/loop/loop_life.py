@@ -33,7 +33,7 @@ class LoopLife:
         self.phase = self.phase.to(RESTORING)
 
     def continue_after(self, feed: Feed, batches: int) -> None:
-        """The loop continues after so many batches of the epoch, which no snapshot of ours has recorded."""
+        """The loop continues after so many batches of the epoch, which none of our snapshots has recorded."""
         self.resumed, self.batches = feed if batches else None, batches
 
     def awaits(self, feed: Feed) -> bool:

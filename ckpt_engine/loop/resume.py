@@ -101,7 +101,7 @@ class LoopResume(Resume):
         Of a snapshot that was imported only the step is known: its `cadence` is None.
 
         Args:
-            begins_at: nothing of ours is resumed, that was said, and training begins at this step.
+            begins_at: none of our snapshots is resumed, the user knows, and training begins at this step.
 
         Raises:
             NoUsableSnapshotError: there are snapshots, and none is usable.

@@ -58,7 +58,7 @@ class Tracker(LoopProgress):
         surroundings: what runs the loop.
         trainer: its name, for the snapshot's notes and the log.
         folder: where the resume report goes if the run's place is not a local folder.
-        begins_at: nothing of ours is resumed, that was said, and training begins at this step.
+        begins_at: none of our snapshots is resumed, the user knows, and training begins at this step.
 
     Raises:
         LeaseHeldError, StorageError, WriterError: as `Engine.start`.

@@ -53,7 +53,7 @@ class Turns:
         self._first = () if feed is None else feed.asked_from
 
     def end_boundary(self, around: Feed | None) -> None:
-        """The boundary is over; `around`: the loop over this loader goes on with what was asked for before it."""
+        """The boundary is over; `around`: the loop over this loader continues with what was asked for before it."""
         self._reached = self.step
         self.asked_feeds = set() if around is None else {around}
         self.due_feeds = set(self.asked_feeds)

@@ -284,7 +284,7 @@ class Lineage:
         many = f"{history.snapshots:,} snapshot{'s' if history.snapshots > 1 else ''}"
         return (
             f"{self._url} has {many} of earlier training, up to step {history.step:,}, and this run starts fresh "
-            f"beside them: they stay{remove} (`ckpt ls {self._url}` shows all). To go on from them: {self._how}"
+            f"beside them: they stay{remove} (`ckpt ls {self._url}` shows all). To resume from them: {self._how}"
         )
 
     def _is_ours(self, history: History) -> bool:

@@ -259,7 +259,7 @@ def test_a_forgotten_ckpt_path_is_pointed_out(tmp_path: Path, caplog: pytest.Log
     """A fresh start beside existing snapshots is allowed, with a warning that says how to continue instead."""
     fit(Case(), [resumer(tmp_path, at_end=True)])
     fit(Case(), [resumer(tmp_path)])
-    assert "To go on from them: pass ckpt_path='auto' to fit" in caplog.text
+    assert "To resume from them: pass ckpt_path='auto' to fit" in caplog.text
 
 
 def test_fast_dev_run_neither_reads_nor_writes(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ LONG = {"max_epochs": 6}
 def test_a_run_that_diverges_ends_before_it_is_saved(
     model: type[Model], guard: str, last: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The newest snapshot is from before, so a restart goes on there; the error says so."""
+    """The newest snapshot is from before, so a restart resumes there; the error says so."""
     case = Case(model=model, trainer=LONG)
     with pytest.raises(DivergedError) as caught:
         fit(case, every_batch(tmp_path, guard=guard))

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ckpt_engine.loop.components import NamedParts as NamedParts
     from ckpt_engine.loop.components import Surroundings as Surroundings
     from ckpt_engine.loop.failing_loop import BoundaryRecord as BoundaryRecord
-    from ckpt_engine.loop.feed import LoaderSource as LoaderSource
     from ckpt_engine.loop.live_model import LiveModel as LiveModel
+    from ckpt_engine.loop.loader_source import LoaderSource as LoaderSource
     from ckpt_engine.loop.taking_over import TrainerResume as TrainerResume
     from ckpt_engine.loop.tracker import Tracker as Tracker
     from ckpt_engine.loop.trainer_run import TrainerRun as TrainerRun
@@ -61,7 +61,7 @@ _HOMES = {
     "EventFiles": "ckpt_engine.observe.curves",
     "LiveModel": "ckpt_engine.loop.live_model",
     "LoaderPosition": "ckpt_engine.data.position",
-    "LoaderSource": "ckpt_engine.loop.feed",
+    "LoaderSource": "ckpt_engine.loop.loader_source",
     "Manifest": "ckpt_engine.store.manifest",
     "NamedParts": "ckpt_engine.loop.components",
     "NotRestored": "ckpt_engine.observe.resume_report",

@@ -20,7 +20,7 @@ from ckpt_engine.data.walk import walk
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Surroundings
-from ckpt_engine.loop.feed import LoaderSource
+from ckpt_engine.loop.loader_source import LoaderSource
 from ckpt_engine.loop.open_report import folder_of_report, publish, report_of
 from ckpt_engine.loop.steps_made import needs_optimizer
 from ckpt_engine.loop.tracker import Tracker

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
 
-from ckpt_engine.loop.feed import Feed, clock
+from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.loader_requests import clock
 from ckpt_engine.loop.loop_start import LoopStart
 from ckpt_engine.loop.phases import BEGUN, ENDED, OPEN
 from ckpt_engine.loop.shape import (
@@ -21,12 +22,10 @@ from ckpt_engine.loop.shape import (
     code_now,
     differences,
     is_before,
-    is_here,
     is_in_body,
     is_same,
     later,
     place_of,
-    way_here,
 )
 from ckpt_engine.loop.untracked import UntrackedOptimizers
 
@@ -77,23 +76,17 @@ class Loops:
         self.counted: Mapping[str, int] = {}
         """What a resumed loop that announces its steps had counted."""
         self._begun_on = self._stepped_on = get_ident()
-        self._began: dict[Feed, float] = {}
-        """When the running passes were asked for their first batch."""
 
     # ---- while the loop runs
 
     def asked(self, feed: Feed) -> list[str]:
         """A batch is asked for; why the iterators around this loader do not go on where they were."""
-        feed.asked_on = get_ident()
-        if feed.phase is BEGUN:
-            self._began.setdefault(feed, time.monotonic())
-        if feed.phase is BEGUN or not is_here(feed.way):
-            feed.way, feed.asked_from = way_here(self._home), (ask := Ask(self._home)).at
+        ask = feed.requests.note(self._home, begins=feed.phase is BEGUN)
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
-            feed.lead.asked(feed.asked_from)
-            if feed.phase is BEGUN:
+            feed.lead.asked(feed.requests.place)
+            if ask is not None:
                 feed.lead.starts(ask)
-        if feed.phase is not BEGUN or not ask.of_user:
+        if ask is None or not ask.of_user:
             return []
         saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
         first = feed.name not in self._around and ask.is_in_generator()
@@ -118,17 +111,19 @@ class Loops:
             self._look_for_older_iterators()
         self.resumed, self._stepped_on, self._stepped_at = None, get_ident(), next(clock)
 
-    def over(self, feed: Feed) -> float | None:
-        """A pass has ended, or was left; when it was asked for its first batch, None: it was not."""
+    def over(self, feed: Feed) -> None:
+        """A pass has ended, or was left."""
         counts, given, kept = self._around.get(feed.name, ([], 0, False))
         self._around[feed.name] = (later(counts, feed.delivered - given), 0, kept)
-        others = [one for one in self._feeds if one is not feed and one.trained]
-        shared = feed.phase is ENDED and any(one.phase in OPEN and one.asked_from == feed.asked_from for one in others)
-        left = not any(one.phase in OPEN or one.begun_at > feed.begun_at for one in others)
-        feed.alone = feed.trained and (left or shared)
+        requests = feed.requests
+        others = [one for one in self._feeds if one is not feed and one.progress.trained]
+        shared = feed.phase is ENDED and any(
+            one.phase in OPEN and one.requests.place == requests.place for one in others
+        )
+        left = not any(one.phase in OPEN or one.requests.begun_at > requests.begun_at for one in others)
+        feed.history = replace(feed.history, alone=feed.progress.trained and (left or shared))
         if not self._saved:
             feed.leave()  # the loop trains again: a `zip` ended by another loader, for one
-        return self._began.pop(feed, None)
 
     def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
@@ -139,7 +134,7 @@ class Loops:
                 one.look_ahead(Ask(self._home))
         if feed is None:
             return None, None
-        if feed.asked_on not in (self._begun_on, self._stepped_on):
+        if feed.requests.thread not in (self._begun_on, self._stepped_on):
             if feed.name not in self._logged:
                 self._logged.add(feed.name)
                 self._log.warning(_OTHER_THREAD, feed.name)
@@ -149,11 +144,11 @@ class Loops:
         for one in self._feeds:
             if one.lead.ahead == 0 or one.phase not in OPEN:
                 continue
-            if not one.remembers or (one.lead.ahead is None and one in due):
+            if not one.lead.is_recorded or (one.lead.ahead is None and one in due):
                 return None, "how far the loop reads ahead is not recorded yet"
         for one in self._feeds:
-            if one is not feed and one.phase in OPEN and one.asked_at > self._stepped_at:
-                before, inside = is_before(one.asked_from, feed.asked_from)
+            if one is not feed and one.phase in OPEN and one.requests.asked_at > self._stepped_at:
+                before, inside = is_before(one.requests.place, feed.requests.place)
                 if before and not inside:
                     return None, f"{one.name!r} was asked first"
         return None, None
@@ -170,9 +165,9 @@ class Loops:
         found = [
             one
             for one in self._feeds
-            if one is not feed and one.phase in OPEN and is_in_body(one.asked_from, feed.asked_from)
+            if one is not feed and one.phase in OPEN and is_in_body(one.requests.place, feed.requests.place)
         ]
-        return min(found, key=lambda one: one.asked_at, default=None)
+        return min(found, key=lambda one: one.requests.asked_at, default=None)
 
     # ---- for a snapshot
 
@@ -185,14 +180,16 @@ class Loops:
         }
 
     def _is_left(self, feed: Feed, ask: Ask) -> bool:
-        newest = max(self._feeds, key=lambda one: one.asked_at)
-        return feed is not newest and (feed.restarts or any(one is feed.running for one in ask.local_values()[1]))
+        newest = max(self._feeds, key=lambda one: one.requests.asked_at)
+        return feed is not newest and (
+            feed.requests.overlap or any(one is feed.running for one in ask.local_values()[1])
+        )
 
     def state(self, feed: Feed | None) -> dict[str, Any]:
         """What a resumed process compares itself with."""
         ask = Ask(self._home)
         return {
-            "place": [] if feed is None else place_of(feed.asked_from),
+            "place": [] if feed is None else place_of(feed.requests.place),
             "numbers": ask.numbers(),
             "made": ask.made_before(),
             "start": self.start.seen,
@@ -213,11 +210,11 @@ class Loops:
 
     def _again(self, one: Feed, feed: Feed | None) -> list[str]:
         """A batch that a loop has asked for before it began the loop over `feed`; its pass may have been left since."""
-        if feed is None or one is feed or not feed.left_at < one.asked_at < feed.begun_at:
+        if feed is None or one is feed or not one.requests.came_before(feed.requests):
             return []
         if one.phase not in OPEN and (one.phase is ENDED or isinstance(one.position.loader.sampler, SequentialSampler)):
             return []
-        if not all(is_before(one.asked_from, feed.asked_from)):
+        if not all(is_before(one.requests.place, feed.requests.place)):
             return []
         return [
             f"the batch of {one.name!r} that is asked for before the loop over {feed.name!r} is another one: keep it "
@@ -234,7 +231,7 @@ class Loops:
         for one in self._feeds:
             saved = own["feeds"].get(one.name, {})
             if one is not training and saved.get("alone") and not saved.get("open"):
-                one.skips = max(one.epochs - training.epochs, 0)
+                one.skips = max(one.history.epochs - training.history.epochs, 0)
 
     def counts_again(self) -> str | None:
         """What a loop that announces its steps counts from its beginning again, at the first step after a resume."""
@@ -256,16 +253,16 @@ class Loops:
             ended: the resumed pass is over without a step; else the first one begins.
         """
         feed = self.resumed
-        if feed is None or feed.longest is None or (taken := feed.without_step) <= feed.longest:
+        if feed is None or (longest := feed.history.longest) is None or (taken := feed.without_step) <= longest:
             return None
-        least, most = (taken, None) if ended else (taken - feed.longest, taken - 1)
+        least, most = (taken, None) if ended else (taken - longest, taken - 1)
         as_before = any(least <= one <= (most or one) for one in self._done)
-        if not as_before and taken < feed.longest + 2 and max(self._done) < _MANY_STEPS:
+        if not as_before and taken < longest + 2 and max(self._done) < _MANY_STEPS:
             return None
         self.resumed = None
         return (
             f"it takes {taken} batches of {feed.name!r} before its first step after the resume, and never took more "
-            f"than {feed.longest} before: the loader continues where it was, so leave out what skips batches, "
+            f"than {longest} before: the loader continues where it was, so leave out what skips batches, "
             "as `if step < resume_step: continue` does"
         )
 
@@ -278,7 +275,7 @@ class Loops:
         Returns:
             None: it is asked from another place, or what differs was reported.
         """
-        if not self._saved or not is_same(self._saved["place"], place_of(feed.asked_from)):
+        if not self._saved or not is_same(self._saved["place"], place_of(feed.requests.place)):
             return None
         for one in self._feeds:
             one.skips = 0

@@ -85,7 +85,7 @@ class LoopProgress(WithFacts, ABC):
     @property
     def epoch(self) -> int:
         """Epochs whose training is complete: `for epoch in range(tracker.epoch, n)`."""
-        return self._training.epochs if self._training is not None else 0
+        return self._training.history.epochs if self._training is not None else 0
 
     @property
     def resumed_batches(self) -> int:

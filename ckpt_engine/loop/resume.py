@@ -264,7 +264,7 @@ class LoopResume(Resume):
         streams, feeds = elastic.streams, dict(own["feeds"])
         for feed in self._feeds:
             positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
-            if feed.source.dispatched:
+            if feed.loader.source.dispatched:
                 require_between_epochs(positions)
             if len(positions) == elastic.saved_size:
                 position = elastic.position(feed.position, positions)
@@ -391,4 +391,4 @@ class LoopResume(Resume):
 
 
 def _inexact_of(feed: Feed) -> list[NotRestored]:
-    return inexact(f"position of {feed.name!r}, a {feed.kind}", feed.restoration)
+    return inexact(f"position of {feed.name!r}, a {feed.loader.kind}", feed.restoration)

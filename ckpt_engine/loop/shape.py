@@ -361,12 +361,19 @@ class Lead:
         """None: not known yet."""
         self.unclear = 0
         """Batches that the first step took more, for no reason that was seen."""
+        self.recorded = 0
+        """Batches given since their positions are recorded."""
         self._first: int | None = None
         self._before = set[int]()
         """What the generators around the loader kept when the pass was asked for its first batch."""
         self._since = self._elsewhere = self._kept = self._vain = 0
         self._asked: list[At] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the position of the first batch that is to be asked for again was recorded."""
+        return self.recorded >= (self.ahead or 0)
 
     def begin(self) -> None:
         """A pass begins."""

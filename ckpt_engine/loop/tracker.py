@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -27,8 +26,9 @@ from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.components import Counters, NamedParts, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
-from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
+from ckpt_engine.loop.feed import Feed, obstacle_of
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
+from ckpt_engine.loop.loader_source import LoaderSource
 from ckpt_engine.loop.loop_boundary import LoopBoundary
 from ckpt_engine.loop.loops import Loops
 from ckpt_engine.loop.phases import BEGUN, CLOSED, ENDED, FRESH, OPEN, RESTORING
@@ -179,7 +179,11 @@ class Tracker(LoopProgress):
                 complete = done and not turns.has_stepped and error is None
             if not turns.is_announced and self._training is None and error is None:
                 self._missed.end()
-            if waits and error is None and (self._resume.is_unfinished or any(one.asked_at for one in self._feeds)):
+            if (
+                waits
+                and error is None
+                and (self._resume.is_unfinished or any(one.requests.asked_at for one in self._feeds))
+            ):
                 self._run.log.error("resumed at step %d, and the loop has trained on no batch", turns.step)
             if complete or error is None:
                 self._end_training(complete=complete)
@@ -265,7 +269,7 @@ class Tracker(LoopProgress):
             if (problems := self._loops.problems_at(feed)) is not None:
                 self._resume.say(*problems)
                 life.arrive()
-        elif feed in turns.due_feeds or (feed is self._training and feed.delivered == 0 and feed.starts_only):
+        elif feed in turns.due_feeds or (feed is self._training and feed.delivered == 0 and feed.history.starts_only):
             self._boundary(feed)
             self._failing.waits = True
         turns.asked_feeds.add(feed)
@@ -281,7 +285,7 @@ class Tracker(LoopProgress):
 
     def failed(self, feed: Feed, error: Exception) -> None:
         """It had none to give: a stop that has ended its workers takes effect at the boundary before."""
-        where = f"{feed.name} {feed.epochs} {feed.delivered}"
+        where = f"{feed.name} {feed.history.epochs} {feed.delivered}"
         if (stop := self._run.stopping.no_batch(error, where)) is not None:
             raise self._end(stop, lambda reason: self._take_before(feed, reason)) from error
 
@@ -290,7 +294,7 @@ class Tracker(LoopProgress):
         self._resume.say(self._loops.skips_again(ended=True))
         self._turns.asked_feeds.discard(feed)
         self._life.settle()
-        began = self._loops.over(feed)
+        self._loops.over(feed)
         ended = feed.phase is ENDED and not feed.without_step
         # A resumed pass may end on the way: its last batch was trained, which was not known to be the last.
         if self._life.phase is RESTORING and not (ended and feed is self._life.resumed):
@@ -300,11 +304,11 @@ class Tracker(LoopProgress):
             return
         if feed is self._life.resumed:
             self._life.forget_place()
-        if feed.trained:
+        if feed.progress.trained:
             self._run.complete_copies()  # averaged weights may be swapped in for an evaluation
             self._failing.left()
-        elif self._turns.step and began is not None:
-            self.evaluated(time.monotonic() - began)
+        elif self._turns.step and (seconds := feed.requests.pass_seconds()) is not None:
+            self.evaluated(seconds)
 
     def report_inexact(self, problem: str) -> None:
         """Passes over a followed loader cannot be repeated."""
@@ -346,7 +350,7 @@ class Tracker(LoopProgress):
         self._missed.reached(can_stop=obstacle is None)
         if obstacle is None:
             for one in turns.due_feeds:
-                one.interior = one.delivered > 0
+                one.progress.interior = one.delivered > 0
         self._run.capture.audit.hidden.stepped()
         self._stepped.look()
         here = LoopBoundary(self, feed, obstacle)

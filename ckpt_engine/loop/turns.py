@@ -36,8 +36,8 @@ class Turns:
 
     def note_request(self, feed: Feed, training: Feed | None) -> None:
         """A batch is asked for: where the loop did so first, another turn begins."""
-        self._first = self._first or feed.asked_from
-        self._counted = self._counted and feed is not training and feed.asked_from != self._first
+        self._first = self._first or feed.requests.place
+        self._counted = self._counted and feed is not training and feed.requests.place != self._first
 
     def count_step(self) -> None:
         """An optimizer has made a step."""
@@ -50,7 +50,7 @@ class Turns:
     def begin_boundary(self, feed: Feed | None) -> None:
         """The loop is at a boundary, where `feed` is asked for a batch."""
         self._counted = False
-        self._first = () if feed is None else feed.asked_from
+        self._first = () if feed is None else feed.requests.place
 
     def end_boundary(self, around: Feed | None) -> None:
         """The boundary is over; `around`: the loop over this loader continues with what was asked for before it."""

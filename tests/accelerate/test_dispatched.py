@@ -15,7 +15,8 @@ from ckpt_engine.data import rng
 from ckpt_engine.data.changed_loader import require_between_epochs
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import ResumeError
-from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
+from ckpt_engine.loop.feed import Feed, obstacle_of
+from ckpt_engine.loop.loader_source import LoaderSource
 from tests.loop.runs import Stream
 
 BATCHES = 3

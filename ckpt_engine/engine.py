@@ -43,6 +43,7 @@ from ckpt_engine.restore.changes import OTHER_WAY, Changes
 from ckpt_engine.restore.choose import Candidate, ManifestCheck
 from ckpt_engine.restore.load import Restorer
 from ckpt_engine.snapshot import arguments
+from ckpt_engine.snapshot.arena import Slots
 from ckpt_engine.snapshot.newest_state import NewestState
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -244,9 +245,9 @@ class Engine:
         self._pipeline.prepare(state, lazy, touch=touch and self._rehearsal is None)
 
     @property
-    def prepare_seconds(self) -> float:
-        """Processor time that `prepare` has taken in the background so far."""
-        return self._pipeline.slots.touched_seconds
+    def slots(self) -> Slots:
+        """The host memory that snapshots are copied into."""
+        return self._pipeline.slots
 
     @property
     def recorder(self) -> FlightRecorder | None:
@@ -431,7 +432,7 @@ class Engine:
 
     def before_update(self) -> float:
         """See `Checkpointer.before_update`."""
-        seconds = 0.0 if self.tenure.forked else self._pipeline.before_update()
+        seconds = 0.0 if self.tenure.forked else self._pipeline.stager.fence()
         if seconds:
             self.times.waited("fence", seconds)
         return seconds
@@ -444,7 +445,7 @@ class Engine:
                 for a tier that fails.
         """
         self._pipeline.poll()
-        if self._fatal or self._pipeline.failures:
+        if self._fatal or self._pipeline.in_flight.failures:
             self._surface()
 
     def choose(self, step: int | None = None, *, check: ManifestCheck | None = None) -> Candidate | None:
@@ -515,11 +516,6 @@ class Engine:
         done = self._pipeline.drain(min(most, max(0.0, self._close_by - began)), self.ending.hurries)
         self.newest.in_vain_seconds = 0.0 if done else time.monotonic() - began
         return done
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Host memory that one snapshot takes; 0 before the first state was seen."""
-        return self._pipeline.snapshot_bytes
 
     def begin_close(self, timeout: float | None) -> None:
         """What comes from here on until `close` has ended takes so long in all.
@@ -614,7 +610,7 @@ class Engine:
         if self._fatal:
             event = self._fatal.pop(0)
             raise SnapshotFailedError(f"{event.tier} failed, and on_failure is fail: [{event.code}] {event.message}")
-        failures = self._pipeline.failures
+        failures = self._pipeline.in_flight.failures
         failure = failures.pop(0) if failures else None
         if failure is not None and self.config.on_error == "raise":
             self.newest.cause = None  # the script knows now, and decides

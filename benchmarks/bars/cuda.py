@@ -347,7 +347,7 @@ class Engine:
         began = time.perf_counter()
         self.save(step)
         self.checkpointer.before_update()
-        self.checkpointer.engine._pipeline._hand_over(600.0)
+        self.checkpointer.engine._pipeline.stager.finish(600.0)
         seconds = time.perf_counter() - began
         self.finish()
         return seconds

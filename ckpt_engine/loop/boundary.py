@@ -401,7 +401,7 @@ class TrainingRun:
     def prepare(self, state: dict[str, Any]) -> None:
         """Make the arena ready in the background, for states like this one."""
         self.engine.prepare(state, lazy=self.capture.is_lazy, touch=self._touches)
-        self.cadence.announce(self.engine.snapshot_bytes)
+        self.cadence.announce(self.engine.slots.snapshot_bytes)
 
     def boundary(self, step: int, here: Here) -> None:
         """Step `step` is complete, and the next batch is about to be asked for.
@@ -415,7 +415,7 @@ class TrainingRun:
         if self._recorder is not None:
             self._recorder.boundary(step)
         if not self._touches:
-            self.cadence.background(self.engine.prepare_seconds)
+            self.cadence.background(self.engine.slots.touched_seconds)
         stop = self.stopping.boundary(step)
         if stop is not None and (end := here.end(stop)) is not None:
             raise end

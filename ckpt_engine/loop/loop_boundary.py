@@ -37,7 +37,7 @@ class LoopBoundary:
         tracker = self._tracker
         if due or tracker._run.capture.audit.early_looks:
             tracker._run.capture.audit.boundary(tracker._counters(self._feed), taking=due)
-        if not (due or tracker._run.engine.snapshot_bytes):
+        if not (due or tracker._run.engine.slots.snapshot_bytes):
             # The optimizers have their state now: the arena is made ready in the background.
             tracker._run.prepare(tracker._instant(self._feed, tracker._positions()).state())
 

@@ -167,6 +167,8 @@ class Slots:
 
     count: int
     _runtime: Cuda = CUDA
+    snapshot_bytes: int = field(default=0, init=False)
+    """Host memory that one snapshot takes; 0 before the first state was seen."""
     pin_problem: str | None = field(default=None, init=False)
     """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
     _slots: OrderedDict[int, SharedSlot] = field(default_factory=OrderedDict, init=False)

@@ -27,7 +27,8 @@ from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
 from ckpt_engine.snapshot.cuda import TornCopyError
 from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage, leavers
 from ckpt_engine.snapshot.save_request import OwnSnapshots, Request, SaveHandle, SharedSnapshots
-from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.snapshot.stage import Staging
+from ckpt_engine.snapshot.stager import Stager
 from ckpt_engine.snapshot.writer_link import (
     Coming,
     Handover,
@@ -57,7 +58,6 @@ class Pipeline:
         slots: snapshots in host memory at once.
         emit: takes events, on the training thread.
         memory: with a memory tier: the writer keeps the newest snapshot, and makes it durable if this process dies.
-        room: how much host memory is left; see `host_memory`.
         pickle_paths: see `Flattener`.
         session: where several ranks take each snapshot together.
         tier: how the nearest place is called in events.
@@ -75,35 +75,25 @@ class Pipeline:
         emit: Callable[[Event], None],
         *,
         memory: bool = False,
-        room: Callable[[], memory_limits.MemoryLimit | None] = memory_limits.look,
         pickle_paths: tuple[str, ...] = (),
         session: Session | None = None,
         tier: str = "",
         process: bool = False,
         eager: bool = False,
     ) -> None:
-        self._open_writer, self.process, self._emit = open_writer, process, emit
+        self._open_writer, self.process = open_writer, process
         self._report = Reporter(emit)
         self._group = OwnSnapshots() if session is None else SharedSnapshots(session, self._cancel)
-        self._planner = Planner(Flattener(pickle_paths), session)
+        self.stager = Stager(Planner(Flattener(pickle_paths), session), eager)
         self.slots = Slots(slots)
-        self._room = room
-        self.snapshot_bytes = 0
-        """Host memory that one snapshot takes; 0 before the first state was seen."""
         self.memory = memory
-        self._newest = Newest(self.slots.release, of_ranks=session is not None)
         self.pulse: HeartbeatPage | None = None
         self.groups = TrainedGroups()
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
-        self._copier = Copier()
-        self._eager = eager
-        """Also where a lazy copy was torn, from then on."""
         self._writer: Handover | None = None
-        self._staging: Staging | None = None
-        self._jobs = 0
-        self._in_flight = InFlight(self.slots, self._newest, emit, tier, self.start if session is None else None)
-        self.failures = self._in_flight.failures
+        newest = Newest(self.slots.release, of_ranks=session is not None)
+        self.in_flight = InFlight(self.slots, newest, emit, tier, self.start if session is None else None)
         self.lineage = Lineage(session, tier)
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
@@ -125,10 +115,10 @@ class Pipeline:
             return self._writer
         self.pulse = self.pulse or HeartbeatPage()
         self._group.reopens()
-        if not self.snapshot_bytes:
+        if not self.slots.snapshot_bytes:
             self._fit(0)
-        if waits and not (self._newest.writer or self.behind):
-            self._writer = Handover(self._open_writer(self.memory, self._emit), self._arrived)
+        if waits and not (self.in_flight.newest.writer or self.behind):
+            self._writer = Handover(self._open_writer(self.memory, self._report.emit), self._arrived)
             return self._writer
         writer = self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
         if self.behind:
@@ -139,7 +129,7 @@ class Pipeline:
     def _arrived(self, client: WriterClient) -> None:
         self.behind = False
         if self.memory:
-            self.memory = outlives_the_trainer(client, self._emit)
+            self.memory = outlives_the_trainer(client, self._report.emit)
         assert self.pulse is not None
         with on_failure(partial(client.close, CLOSE_SECONDS)):  # else it would keep the lease
             client.attach_pulse(self.pulse.fd)
@@ -173,7 +163,7 @@ class Pipeline:
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
         """See `Engine.prepare`."""
-        plan = self._planner.capture(state, None if self._eager else lazy).plan
+        plan = self.stager.capture(state, lazy).plan
         self._fit(slot_bytes(plan))
         self.start()
         if touch:
@@ -182,13 +172,14 @@ class Pipeline:
     def ready(self, durable: bool = True, cold: bool = False) -> bool:
         """See `Engine.ready`."""
         self.poll()
-        if self._waits_behind or (self._staging is not None and not self._staging.over):
+        staging = self.stager.staging
+        if self._waits_behind or (staging is not None and not staging.over):
             return False
         return (self._writer_has_time() if durable else self._group.keeps_up) and self.slots.ready(cold)
 
     def _writer_has_time(self) -> bool:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
-        return not self.memory or len(self._in_flight) < max(1, self.slots.count - 1 - self._newest.keep)
+        return not self.memory or len(self.in_flight) < max(1, self.slots.count - 1 - self.in_flight.newest.keep)
 
     def save(self, state: Any, wanted: Request) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
@@ -205,19 +196,19 @@ class Pipeline:
     def _save(self, state: Any, wanted: Request, took: Callable[[], Mapping[str, Any]]) -> SaveHandle:
         step, durable = wanted.step, wanted.durable
         began, when = time.perf_counter(), (time.time(), time.monotonic())
-        self.before_update()
-        if not self._hand_over(FENCE_TIMEOUT_SECONDS):
+        self.stager.fence()
+        if not self.stager.finish(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the copy of the previous snapshot makes no progress")
         self.poll()
-        capture = self._planner.capture(state, None if self._eager else wanted.lazy)
+        capture = self.stager.capture(state, wanted.lazy)
         self._fit(slot_bytes(capture.plan))
         # The first writer of a run starts while the first snapshot is copied.
         copies_first = not (
-            self.started or self._newest.writer or self.memory or capture.plan.devices or self.lineage.parent
+            self.started or self.in_flight.newest.writer or self.memory or capture.plan.devices or self.lineage.parent
         )
         writer = self.start(waits=not copies_first)
         if self._waits_behind:
-            self._emit(SnapshotSkipped(step, "busy"))
+            self._report.emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
         if self.pulse is not None:
             self.pulse.beat(step + 1)
@@ -231,31 +222,31 @@ class Pipeline:
                 "copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer `slots`",
             )
         if slot is None:
-            self._emit(SnapshotSkipped(step, "busy"))
+            self._report.emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
         handle = SaveHandle(self, step, durable=durable)
-        self._jobs += 1
+        self.in_flight.jobs += 1
         staging: Staging | None = None
         try:
             staging = self._ready_to_stage(writer, wanted, capture, slot, handle, took, when)
-            staging.begin(self._copier)
+            staging.begin(self.stager.copier)
         except BaseException:
             # Else a device still writes into the slot, and the error is reported then.
             if staging is None or staging.complete:
-                self._in_flight.drop(self._jobs)
+                self.in_flight.drop()
                 self.slots.discard(slot.index)
             raise
         if copies_first and self._writer is not None:
-            if (refused := self._writer.refusal(self._emit)) is not None:
+            if (refused := self._writer.refusal(self._report.emit)) is not None:
                 self._writer = None
-                self._in_flight.drop(self._jobs)
+                self.in_flight.drop()
                 self.slots.discard(slot.index)
                 raise refused
             self.poll()
         if not staging.complete:
-            self._staging = staging
+            self.stager.staging = staging
         handle.stall_seconds = time.perf_counter() - began
-        self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
+        self._report.emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
         return handle
 
     def _ready_to_stage(
@@ -275,10 +266,10 @@ class Pipeline:
             when: wall-clock and monotonic seconds of the instant.
         """
         if self.pulse is not None:
-            self.pulse.fill(slot.index, self._jobs)
+            self.pulse.fill(slot.index, self.in_flight.jobs)
         layout, marks = self.groups.look(capture)
         job = wanted.job(
-            job=self._jobs,
+            job=self.in_flight.jobs,
             slot=slot.index,
             values=capture.values,
             created=when[0],
@@ -293,83 +284,62 @@ class Pipeline:
         known = [one.index for one in self.slots.known()]
         about = ((slot.index, slot.fd, slot.nbytes), known, layout, capture.plan.trees)
         one = InFlightJob(job, handle, about, self.memory)
-        self._in_flight.add(one)
+        self.in_flight.add(one)
 
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
             if error is None:
-                self._in_flight.give(one, writer)
+                self.in_flight.give(one, writer)
             elif isinstance(error, TornCopyError):
-                self._eager = True
-                self._in_flight.refuse(one, error)
+                self.stager.is_eager = True
+                self.in_flight.refuse(one, error)
             else:
-                self._in_flight.refuse(one, SnapshotFailedError(f"staging failed: {error}"))
+                self.in_flight.refuse(one, SnapshotFailedError(f"staging failed: {error}"))
 
         return Staging(capture, slot.views(capture.plan), submit, slot=slot.memory)
-
-    def before_update(self) -> float:
-        """The fence; seconds waited."""
-        staging = self._staging
-        if staging is None:
-            return 0.0
-        try:
-            waited = staging.fence()
-        except Exception:
-            self._staging = None
-            raise  # after a Ctrl-C it is still there: the next update has to wait as well
-        if staging.complete:  # else devices still copy: the next update may be queued in another stream
-            self._staging = None
-        return waited
-
-    def _hand_over(self, timeout: float) -> bool:
-        """After the fence: wait until the snapshot being copied is with the writer; False if it takes too long."""
-        if self._staging is not None and not self._staging.wait(timeout):
-            return False
-        self._staging = None
-        return True
 
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
         writer = self._writer
-        if self.behind and writer is not None and writer.wait(0.0) and (refused := writer.refusal(self._emit)):
+        if self.behind and writer is not None and writer.wait(0.0) and (refused := writer.refusal(self._report.emit)):
             self._writer, self.behind = None, False
             raise refused
         client = writer.client if writer is not None else None
-        waits = self._in_flight.unsent or self._newest.unsettled
+        waits = self.in_flight.unsent or self.in_flight.newest.unsettled
         if not (waits or (writer is not None and (client is None or client.news))):
             return
-        self._newest.settle(lambda: client is not None and client.alive and client.flushed)
+        self.in_flight.newest.settle(lambda: client is not None and client.alive and client.flushed)
         lost = []
         for message in writer.poll() if writer is not None else ():
             if isinstance(message, JobDone) and message.lost:
                 lost.append(message)
             elif isinstance(message, JobDone):
-                self._in_flight.settle(message)
+                self.in_flight.settle(message)
             elif isinstance(message, SlotFreed):
-                self._in_flight.freed(message.slot)
+                self.in_flight.freed(message.slot)
             elif not isinstance(message, Mirrored):
-                self._emit(message)
+                self._report.emit(message)
                 if isinstance(message, WriterLost):
                     self._lose_writer(lost)
             self._group.heard(message)
-        self._in_flight.go_on(self._writer)
+        self.in_flight.go_on(self._writer)
 
     def _lose_writer(self, lost: Sequence[JobDone] = ()) -> None:
         self._writer = None
-        self._in_flight.lose(lost)
+        self.in_flight.lose(lost)
 
     def _fit(self, nbytes: int) -> None:
         """Where the host has too little memory: fewer slots of `nbytes`, no memory tier, no writer process."""
-        if 0 < nbytes <= self.snapshot_bytes:
+        if 0 < nbytes <= self.slots.snapshot_bytes:
             return
-        self.snapshot_bytes = nbytes
+        self.slots.snapshot_bytes = nbytes
         fit = memory_limits.plan_arena(
             nbytes,
             self.slots.count,
             memory=self.memory,
-            room=self._room(),
+            room=memory_limits.look(),
             held_bytes=self.slots.nbytes(),
-            kept=self._newest.keep,
+            kept=self.in_flight.newest.keep,
             process=self.process,
             started=self._writer is not None,
         )
@@ -382,8 +352,8 @@ class Pipeline:
         if self._writer is not None and not self._waits_behind and (self.memory != fit.memory or not fit.process):
             # It would go on keeping a slot for a rescue: another one takes its place.
             if not self._writer.close(CLOSE_SECONDS):
-                self.before_update()
-                self._hand_over(FENCE_TIMEOUT_SECONDS)  # no device may still copy into them
+                self.stager.fence()
+                self.stager.finish(FENCE_TIMEOUT_SECONDS)  # no device may still copy into them
                 self.slots.discard_busy()  # it goes on by itself, and may still read them
             self.poll()
             self._lose_writer()
@@ -391,11 +361,11 @@ class Pipeline:
 
     def wait_for(self, handle: SaveHandle, timeout: float) -> bool:
         """Wait until the outcome of `handle` is known; False if the time was not enough. An error counts as shown."""
-        self.before_update()
-        if not (self._hand_over(timeout) and self._wait(lambda: handle.settled, timeout)):
+        self.stager.fence()
+        if not (self.stager.finish(timeout) and self._wait(lambda: handle.settled, timeout)):
             return False
-        if handle.error is not None and handle.error in self.failures:
-            self.failures.remove(handle.error)
+        if handle.error is not None and handle.error in self.in_flight.failures:
+            self.in_flight.failures.remove(handle.error)
         return True
 
     def drain(self, timeout: float, hurries: Callable[[bool], bool] = never) -> bool:
@@ -407,10 +377,10 @@ class Pipeline:
         return self._writer.unwritten(timeout) if self._writer is not None else None
 
     def _drain(self, timeout: float, hurries: Callable[[bool], bool]) -> bool:
-        self.before_update()
-        if not self._hand_over(timeout):
+        self.stager.fence()
+        if not self.stager.finish(timeout):
             return False
-        return self._wait(lambda: not (self._in_flight or self._waits_behind), timeout, hurries)
+        return self._wait(lambda: not (self.in_flight or self._waits_behind), timeout, hurries)
 
     def close(self, timeout: float, *, hurries: Callable[[bool], bool] = never, **how: Any) -> None:
         """Finish what is in flight, stop the writer (see `WriterClient.close`), free the arena.
@@ -421,9 +391,10 @@ class Pipeline:
         began = time.monotonic()
         self.groups.close()
         with said_if_slow(partial(self._waited_for, timeout)):
-            drained = self._drain(timeout, hurries) if self._in_flight or self._staging or self._waits_behind else True
-            self._copier.close(max(timeout, _CHUNK_SECONDS))
-            self._in_flight.ends = True
+            waits = self.in_flight or self.stager.staging or self._waits_behind
+            drained = self._drain(timeout, hurries) if waits else True
+            self.stager.copier.close(max(timeout, _CHUNK_SECONDS))
+            self.in_flight.ends = True
             if self._writer is not None:
                 left = max(0.0, began + timeout - time.monotonic())
                 self._writer.close(left, hurries=hurries, **how)

@@ -289,7 +289,7 @@ class InFlight:
     """
 
     _slots: Slots
-    _newest: Newest
+    newest: Newest
     _emit: Callable[[Event], None]
     _tier: str
     _next_writer: Callable[[], Handover] | None
@@ -301,6 +301,8 @@ class InFlight:
     """Background errors that have not been shown yet, oldest first."""
     ends: bool = field(default=False, init=False)
     """No other writer starts."""
+    jobs: int = field(default=0, init=False)
+    """How many there have been; the number of the newest one."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -312,19 +314,19 @@ class InFlight:
             if one.memory:
                 self._slots.retain(one.job.slot)
 
-    def drop(self, number: int) -> None:
-        """The slot is not filled after all."""
-        self._open.pop(number, None)
+    def drop(self) -> None:
+        """The slot of the newest job is not filled after all."""
+        self._open.pop(self.jobs, None)
 
     def give(self, one: InFlightJob, writer: Handover) -> None:
         """Give a job whose slot is complete to a writer. Any thread."""
-        told = self._newest.writer
+        told = self.newest.writer
 
         def send(client: WriterClient) -> None:
             client.describe(*one.about)
             (client.submit if one.handle.durable else client.hold)(one.job)
             if one.memory:
-                self._newest.tell(one.job.slot, None if one.handle.durable else one.handle, told)
+                self.newest.tell(one.job.slot, None if one.handle.durable else one.handle, told)
 
         writer.give(send, lambda error: self.refuse(one, error, writer))
 
@@ -377,7 +379,7 @@ class InFlight:
         for one, _ in found:
             if one.memory and self._may_go_on(one):
                 self._slots.retain(one.job.slot)  # for the next writer, which keeps it as well
-        self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
+        self.newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
         for one, error in found:
             if self._may_go_on(one):
                 self._hand_on(one)

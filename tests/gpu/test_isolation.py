@@ -30,7 +30,7 @@ def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
 
 def side_stream(ckpt: Checkpointer) -> torch.cuda.Stream:
     """Where the copies are queued, once there was a snapshot."""
-    found = ckpt.engine._pipeline._copier.devices._lanes[torch.device("cuda", 0)].stream
+    found = ckpt.engine._pipeline.stager.copier.devices._lanes[torch.device("cuda", 0)].stream
     assert isinstance(found, torch.cuda.Stream)
     return found
 

@@ -403,8 +403,8 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch: pytest.
 def checkpointer_on(devices: FakeDevices, folder: object, **options: object) -> Checkpointer:
     """A real one, whose copies from devices go through `devices`."""
     ckpt = Checkpointer(str(folder), writer="thread", **options)
-    ckpt.engine._pipeline._copier = Copier(1, DeviceCopies(devices))
-    ckpt.engine._pipeline.slots = ckpt.engine._pipeline._in_flight._slots = Slots(2, devices)
+    ckpt.engine._pipeline.stager.copier = Copier(1, DeviceCopies(devices))
+    ckpt.engine._pipeline.slots = ckpt.engine._pipeline.in_flight._slots = Slots(2, devices)
     return ckpt
 
 

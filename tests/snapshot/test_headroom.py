@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy import memory_limits
 from ckpt_engine.copy.memory_limits import RESERVE, Fit, MemoryLimit, look, plan_arena
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
 
@@ -196,7 +197,7 @@ def test_the_defaults_write_with_a_thread_where_a_process_would_be_killed(
         MemoryLimit(10 * MB, "limit of control group /x")
     ] * 9
     with Checkpointer(tiers=["memory", str(tmp_path)] if memory else str(tmp_path)) as ckpt:
-        monkeypatch.setattr(ckpt.engine._pipeline, "_room", lambda: rooms.pop(0))
+        monkeypatch.setattr(memory_limits, "look", lambda: rooms.pop(0))
         ckpt.engine.start()
         assert isinstance(_client(ckpt), ProcessWriter if started else ThreadWriter)
         ckpt.save({"w": torch.ones(12 * MB // 4)}, step=1).wait(60)

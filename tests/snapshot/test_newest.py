@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from ckpt_engine.copy import memory_limits
 from ckpt_engine.copy.job import ErrorRecord, JobDone, Layout, PersistJob, Started
 from ckpt_engine.copy.memory_limits import MemoryLimit
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
@@ -122,14 +123,14 @@ class FakeWriter:
 class Arena:
     """A pipeline with a memory tier and the writers it has had."""
 
-    def __init__(self, slots: int = 3, room: MemoryLimit | None = None) -> None:
+    def __init__(self, slots: int = 3) -> None:
         self.writers: list[FakeWriter] = []
         self.events: list[Event] = []
         self.state = {"w": torch.zeros(NUMBERS), "step": 0}
         self.step = 0
         self.lease: threading.Event | None = None
         self.refused: CkptError | None = None
-        self.pipeline = Pipeline(self._open, slots, self.events.append, memory=True, room=lambda: room)
+        self.pipeline = Pipeline(self._open, slots, self.events.append, memory=True)
 
     def _open(self, memory: bool, emit: Callable[[Event], None]) -> FakeWriter:
         if self.lease is not None:
@@ -154,7 +155,7 @@ class Arena:
 
     def save(self, durable: bool = False, lazy: bool = False) -> SaveHandle:
         self.step += 1
-        self.pipeline.before_update()
+        self.pipeline.stager.fence()
         self.state["w"].fill_(self.step)
         self.state["step"] = self.step
         wanted = Request(self.step, {}, None, "test", _everything if lazy else None, {}, durable)
@@ -220,7 +221,7 @@ class Rotation(RuleBasedStateMachine):
         if not hasattr(self, "arena"):
             return
         pipeline = self.arena.pipeline
-        pipeline.before_update()
+        pipeline.stager.fence()
         pipeline.poll()
         pipeline.start()
         self.arena.arrive()
@@ -400,9 +401,13 @@ def test_a_snapshot_that_cannot_be_handed_over_fails_and_frees_its_slot() -> Non
 
 
 @pytest.mark.parametrize(("slots", "memory"), [(2, True), (1, False)])
-def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(slots: int, memory: bool) -> None:
+def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(
+    slots: int, memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One warning; a writer that was started with a memory tier is replaced by one without."""
-    arena = Arena(3, MemoryLimit(int((slots + 0.9) * (4 * NUMBERS + 4096)), "limit of x"))
+    room = MemoryLimit(int((slots + 0.9) * (4 * NUMBERS + 4096)), "limit of x")
+    monkeypatch.setattr(memory_limits, "look", lambda: room)
+    arena = Arena()
     arena.pipeline.start()
     handle = arena.save()
     assert arena.pipeline.memory is memory
@@ -441,7 +446,9 @@ def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypat
 def test_too_little_host_memory_does_not_wait_for_a_writer_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training continues without the memory tier, and nothing waits for the lease."""
     monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
-    arena = Arena(3, MemoryLimit(int(1.9 * (4 * NUMBERS + 4096)), "limit of x"))
+    room = MemoryLimit(int(1.9 * (4 * NUMBERS + 4096)), "limit of x")
+    monkeypatch.setattr(memory_limits, "look", lambda: room)
+    arena = Arena()
     arena.lease = threading.Event()
     arena.pipeline.behind = True
     arena.pipeline.start()

@@ -84,10 +84,10 @@ def test_a_slot_is_not_filled_again_while_a_call_may_read_it(tmp_path: Path, fro
     frozen.thawed.set()
     for _ in range(int(WAIT_SECONDS * 20)):
         ckpt.engine.poll()
-        if not ckpt.engine._pipeline._in_flight._held:
+        if not ckpt.engine._pipeline.in_flight._held:
             break
         threading.Event().wait(0.05)
-    assert not ckpt.engine._pipeline._in_flight._held
+    assert not ckpt.engine._pipeline.in_flight._held
     until_it_is_back(f"file://{tmp_path / 'near'}")
     ckpt.save(state(4), step=4).wait(WAIT_SECONDS)
     ckpt.close(WAIT_SECONDS)

@@ -214,7 +214,7 @@ def refused(tmp_path: Path, tensor: Any, size: int = 4, key: str = "w") -> str:
     """Why a tensor cannot be saved by the first of `size` ranks."""
     first = open_ranks(tmp_path, size)[0]
     with pytest.raises(StateError) as error:
-        first.engine._pipeline._planner.capture({key: tensor})
+        first.engine._pipeline.stager.planner.capture({key: tensor})
     return str(error.value)
 
 
@@ -248,7 +248,7 @@ def test_a_mesh_of_one_rank_needs_no_ranks(tmp_path: Path) -> None:
 
 def test_a_state_whose_layout_changes_is_planned_again(tmp_path: Path) -> None:
     """The same local tensors with other placements make other arrays, which get a new plan."""
-    ranks = open_ranks(tmp_path, 1)[0].engine._pipeline._planner
+    ranks = open_ranks(tmp_path, 1)[0].engine._pipeline.stager.planner
     here = torch.zeros(4, 4)
     mesh = mesh_of([[0]], 0)
     first = ranks.capture({"w": DTensor.from_local(here, mesh, [Shard(0), Shard(1)], run_check=False)})

@@ -55,6 +55,7 @@ class Hooks:
 
     Attributes:
         emit: passes a message on to the trainer, and notes what has happened. Any thread.
+        ending: how the attempt of the trainer ends, one of `events.ENDS`; None: not known.
         why: the trainer ends the run, for this reason; empty: there is none. None: it has not said that it ends.
     """
 
@@ -77,6 +78,7 @@ class Hooks:
         self._reported: set[str] = set()
         """Codes of failures since a snapshot was durable."""
         self._report = Reporter(lambda event: emit(channel.event(event)))
+        self.ending: str | None = None
         self.why: str | None = None
 
     def _take(self, body: Body) -> object:

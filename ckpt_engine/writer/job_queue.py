@@ -78,7 +78,7 @@ class JobQueue(threading.Thread):
         self._ids = Ids()
         self._intake = MessageDecoder()
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self._persister = Persister(config, partial(self.held.recent.forward, self._hooks.emit), self._ids)
+        self.persister = Persister(config, partial(self.held.recent.forward, self._hooks.emit), self._ids)
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_QueueItem] = deque()
@@ -99,7 +99,7 @@ class JobQueue(threading.Thread):
 
         return Peers(
             ranks,
-            lambda: self._persister.run if self.opened else None,
+            lambda: self.persister.run if self.opened else None,
             lambda order: self._caught_up() and self.held.intact(order),
             self._hooks.emit,
         )
@@ -123,12 +123,12 @@ class JobQueue(threading.Thread):
             case Kind.PULSE:
                 self.held.take_pulse(fds[0])
             case Kind.ROWS:
-                self._persister.rows.attach(body, fds[0])
+                self.persister.rows.attach(body, fds[0])
             case Kind.PARTNER:
                 if self.peers is not None:
                     self.peers.meet(body)
             case Kind.CANCEL:
-                self._todo.append(_QueueItem(partial(self._persister.cancel, body["snapshot"], body["why"])))
+                self._todo.append(_QueueItem(partial(self.persister.cancel, body["snapshot"], body["why"])))
             case kind:
                 order = self._intake.take(body, fds)
                 if order is None:
@@ -140,7 +140,7 @@ class JobQueue(threading.Thread):
                     if self.peers is not None:
                         self.peers.offer(order)
                 if kind == Kind.PERSIST:
-                    self._todo.append(_QueueItem(partial(self._persister.persist, order), order))
+                    self._todo.append(_QueueItem(partial(self.persister.persist, order), order))
                 elif order.problem is not None:
                     text = f"step {order.job.step} is not kept in memory: {order.problem}"
                     self._hooks.emit(channel.event(Notice("WARNING", text)))
@@ -170,15 +170,11 @@ class JobQueue(threading.Thread):
             why: see `Hooks.why`.
         """
         self._hooks.why = why
-        self._persister.ending = FAILED if failed else CLOSED
-        self._persister.finish()
+        self._hooks.ending = FAILED if failed else CLOSED
+        self.persister.finish()
         with self._changed:
             self._finishing = True
             self._changed.notify()
-
-    def leave_alone(self) -> None:
-        """The trainer is gone: other ranks are not waited for long any more."""
-        self._persister.leave_alone()
 
     @property
     def may_lose(self) -> bool:
@@ -202,7 +198,7 @@ class JobQueue(threading.Thread):
             why: see `Hooks.why`.
         """
         self._hooks.why = why
-        self._persister.ending = ending
+        self._hooks.ending = ending
         with self._changed:
             newest = self.held.newest
             self._written = ending != GONE and newest is not None and newest.durable
@@ -211,20 +207,20 @@ class JobQueue(threading.Thread):
                 self._todo = deque(one for one in self._todo if one.order is newest)
             self._intake.close()  # memory that no order needs
             self._finishing = self._abandoned = True
-            self._persister.leave_alone()
+            self.persister.leave_alone()
             self._changed.notify()
         if self.config.memory:
-            self.held.seal(self._persister.run)
+            self.held.seal(self.persister.run)
 
     def disown(self) -> None:
         """The trainer has hung up and lives: exit after what is queued. What is in memory may change now."""
-        self._persister.ending = FAILED
+        self._hooks.ending = FAILED
         with self._changed:
             self.held.close()
             self._finishing = True
             self._changed.notify()
         if self.config.memory:
-            self.held.seal(self._persister.run)
+            self.held.seal(self.persister.run)
 
     def skip_waiting(self) -> None:
         """Exit after the message at hand and what is in memory, leaving further tiers as they are."""
@@ -234,7 +230,7 @@ class JobQueue(threading.Thread):
             self._changed.notify()
             nothing_to_rescue = not self.config.memory or self.rescued_at is not None
         if nothing_to_rescue:
-            self._persister.stop_draining()
+            self.persister.secondary.stop()
 
     def run(self) -> None:
         """The thread."""
@@ -249,13 +245,13 @@ class JobQueue(threading.Thread):
             broken = broken or self._broken
             self._let_go()  # further tiers may take long yet, and need no memory
             try:
-                self._persister.close()
-                self._hooks.finish(self._persister.ending if self.opened else None)
+                self.persister.close(self._hooks.ending)
+                self._hooks.finish(self._hooks.ending if self.opened else None)
                 if self.opened and broken is None:
-                    self._persister.drain()
+                    self.persister.drain()
             except Exception:  # noqa: BLE001 - reported like any other: the trainer must not wait for a thread that is gone
                 broken = broken or traceback.format_exc()
-            self._persister.stop_draining()
+            self.persister.secondary.stop()
             with self._changed:
                 self._let_go()
                 self.ended = True
@@ -270,7 +266,7 @@ class JobQueue(threading.Thread):
 
     def _open(self) -> Started | None:
         try:
-            started = self._persister.open(self.held.spent)
+            started = self.persister.open(self.held.spent)
         except CkptError as err:
             self._hooks.emit({"kind": Kind.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return None
@@ -281,7 +277,7 @@ class JobQueue(threading.Thread):
         return started
 
     def _serve(self, started: Started) -> None:
-        self._persister.prepare(started)
+        self.persister.prepare(started)
         self._on_news()
         while (turn := self._next()) is not None:
             try:
@@ -302,7 +298,7 @@ class JobQueue(threading.Thread):
             return
         # The trainer cannot have filled the slot again: it sends a newer one before.
         order.unchanged = lambda one: self._caught_up() and self.held.newest is one
-        self._persister.recover([order])
+        self.persister.recover([order])
 
     def _next(self) -> _QueueItem | None:
         """The next turn, its order numbered; None: no more will come."""
@@ -325,7 +321,7 @@ class JobQueue(threading.Thread):
         self.held.settle()
         self._on_news()
         if hurried:
-            self._persister.stop_draining()
+            self.persister.secondary.stop()
 
     def _save_held(self) -> None:
         """Let what is in memory become durable, see `Persister.recover`. Most of the time it is when trainers close."""
@@ -339,13 +335,13 @@ class JobQueue(threading.Thread):
             self._insist(orders)
         if self._written and orders:
             with suppress(CkptError):  # the tier does not answer: it stays for the next trainer
-                if self._persister.exists(orders[0].snapshot or ""):
+                if self.persister.exists(orders[0].snapshot or ""):
                     self.held.let_go()
 
     def _insist(self, orders: Sequence[StagedJob]) -> None:
         """Try, with some patience if the trainer is gone: what killed it may have hit the disk too."""
         deadline = time.monotonic() + RESCUE_SECONDS
-        while not self._persister.recover(orders):
+        while not self.persister.recover(orders):
             with self._changed:
                 left = deadline - time.monotonic()
                 if not self._abandoned or self._hurried or self.held.unwanted or left <= 0:

@@ -65,16 +65,13 @@ class Persister:
     Every method is called by one thread, the same one, in the order of the protocol.
     """
 
-    ending: str | None = None
-    """How the attempt of the trainer ends, one of `events.ENDS`; to be set before `close`. None: not known."""
-
     def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
         self._config = config
         self._emit = emit
         self._report = Reporter(lambda event: emit(channel.event(event)))
         self._ids = ids
         self._holds = SlotReaders(lambda slot: self._emit({"kind": Kind.FREED, "slot": slot}))
-        self._secondary = SecondaryTiers(config, self._report.emit)
+        self.secondary = SecondaryTiers(config, self._report.emit)
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
         self._opened = False
@@ -113,7 +110,7 @@ class Persister:
         self._lane = lane = StuckCallRunner(plain.url)
         self.rows = RowFile(plain, self._report.emit)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
-        self._secondary.place(plain, holder)
+        self.secondary.place(plain, holder)
         ranks = config.ranks
         if not ranks.leads:  # another rank's writer has the lease
             self._primary = self._tier_at(Repository(storage), None, None, KeepAll(), None)
@@ -122,7 +119,7 @@ class Persister:
         for tier in config.tiers:
             require_served(tier.url, tier.storage_options)
         if ranks.several:  # they have to know the run; else the trainer does not wait for slow imports
-            self._secondary.open()
+            self.secondary.open()
         pause = waiting(plain, holder, config.lease_wait_seconds, self._report.emit)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
@@ -130,9 +127,9 @@ class Persister:
             repository = Repository(storage)
             if ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            if self._secondary.replicators:
-                repository = self._secondary.join_run(repository, say=True)
-                self._secondary.start()
+            if self.secondary.replicators:
+                repository = self.secondary.join_run(repository, say=True)
+                self.secondary.start()
             else:  # the trainer does not wait for other tiers to say which run this is
                 repository.create_if_absent()
             first_seq = repository.next_seq()
@@ -166,7 +163,7 @@ class Persister:
         Returns:
             What the living session may be writing, and the lowest number that is free everywhere.
         """
-        first_seq = max(first_seq, self._secondary.next_seq(), ranks.first_seq or 0)
+        first_seq = max(first_seq, self.secondary.next_seq(), ranks.first_seq or 0)
         in_flight = SessionSnapshots(ranks.session, first_seq if ranks.first_seq is None else ranks.first_seq)
         for snapshot, exists in part_records.recover(repository, in_flight):
             what = "written by all ranks and is committed now" if exists else "not written by all ranks and is dropped"
@@ -207,27 +204,32 @@ class Persister:
             policy,
             aside,
             self._report.emit,
-            self._secondary.gone,
+            self.secondary.gone,
             in_flight,
             self._alone,
         )
 
-    def close(self) -> None:
-        """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
+    def close(self, ending: str | None = None) -> None:
+        """Give back the lease. Idempotent. A tier that hangs does so when it has ended.
+
+        Args:
+            ending: how the attempt of the trainer ends, one of `events.ENDS`; None: not known.
+        """
         if self._held_back is not None:
             self._prune(self._held_back)
         # Where the trainer is gone the next attempt must not wait for it.
-        if self._parity is not None and self._opened and self.ending != GONE:
+        if self._parity is not None and self._opened and ending != GONE:
             self._add_parity(self._parity, self._config.end_wait_seconds)
             wait(self._parity, self._config.end_wait_seconds)
-        if self._opened and not self._lane.last(self._release):
+        release = partial(self._release, ending)
+        if self._opened and not self._lane.last(release):
             self._opened = False
             try:
-                self._lane.call(self._release)
+                self._lane.call(release)
             except StorageStalledError as err:
                 self._report.warn(f"the lease could not be given back: {err.message}")
 
-    def _release(self) -> None:
+    def _release(self, ending: str | None) -> None:
         with suppress(StorageError):  # not reached is not removed
             alone = not (self._config.tiers or self._config.ranks.several)
             if alone and (gone := self._primary.removed()) is not None:
@@ -235,7 +237,7 @@ class Persister:
                 step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
                 self._report.emit(SnapshotFailed(gone, step, self._config.url, code, why))
         if self._attempts is not None:
-            self._attempts.end(self.ending)
+            self._attempts.end(ending)
         self.rows.end()
         try:
             self._primary.release()
@@ -249,9 +251,9 @@ class Persister:
         """
         hanging = [Unfinished(self._lane.url, (), "it hangs")] if self._opened and self._lane.stuck else []
         waited_for = set[str]()
-        if self._secondary.replicators:
+        if self.secondary.replicators:
             self._emit_copying(waited_for, ())
-            self._secondary.drain(
+            self.secondary.drain(
                 self._config.drain_seconds,
                 bool(hanging),
                 partial(self._emit_closed, waited_for),
@@ -259,10 +261,6 @@ class Persister:
             )
         elif hanging:
             self._emit_closed(waited_for, hanging)
-
-    def stop_draining(self) -> None:
-        """Leave further tiers as they are. Any thread may call this."""
-        self._secondary.stop()
 
     def prepare(self, started: Started) -> None:
         """Once after `open`, which has returned `started`, before any message: what takes time.
@@ -272,7 +270,7 @@ class Persister:
         """
         if self._config.tiers and not self._config.ranks.several:
             self._begin_secondary(started)
-        self._ids.begin(max(started.first_seq, self._secondary.next_seq()))
+        self._ids.begin(max(started.first_seq, self.secondary.next_seq()))
         try:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
@@ -282,25 +280,25 @@ class Persister:
 
     def _begin_secondary(self, started: Started) -> None:
         try:
-            self._secondary.open()
+            self.secondary.open()
         except StorageError as err:  # a library that is there, and cannot be imported
             for tier in self._config.tiers:
                 self._report.emit(TierDegraded(tier.url, err.code, str(err), tier.fatal))
             return
         joins = started.history is None  # it has no snapshots that say which run this is
         if joins:
-            self._secondary.survey()
+            self.secondary.survey()
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
-        repository = self._lane.call(partial(self._secondary.join_run, Repository(storage)))
+        repository = self._lane.call(partial(self.secondary.join_run, Repository(storage)))
         if joins:
             self._primary.settle_at(repository)
-        self._secondary.start()
+        self.secondary.start()
 
     def finish(self) -> None:
         """The trainer is about to end, and does not wait for tiers that give no sign. Any thread may call this."""
         if self._attempts is not None:
             self._attempts.note()
-        self._secondary.finish()
+        self.secondary.finish()
 
     def persist(self, order: StagedJob) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
@@ -380,9 +378,8 @@ class Persister:
         damaged = self._primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
-        if self._secondary.replicators:
-            self._secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
-        if damaged and (self._secondary.replicators or self._parity is not None):
+        self.secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
+        if damaged and (self.secondary.replicators or self._parity is not None):
             config = self._config
             tiers = [(config.url, config.storage_options), *((one.url, one.storage_options) for one in config.tiers)]
             places = (Repository(open_storage(*one)) for one in tiers)  # on that thread
@@ -398,8 +395,8 @@ class Persister:
 
     def _committed(self, snapshot: str) -> None:
         self.rows.committed.set()
-        if self._secondary.replicators:
-            self._secondary.committed(snapshot)
+        if self.secondary.replicators:
+            self.secondary.committed(snapshot)
         self._prune(snapshot)
         if self._parity is not None:
             self._add_parity(self._parity)
@@ -423,22 +420,22 @@ class Persister:
     def _make_durable_elsewhere(self, staged: Staged, error: Exception) -> SnapshotCommitted | None:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
         if (
-            not self._secondary.replicators
+            not self.secondary.replicators
             or self._config.ranks.several  # the others would not know where
             or not isinstance(error, StorageError | LeaseHeldError | FormatError)
         ):
             return None
-        self._secondary.primary_failed(error)
+        self.secondary.primary_failed(error)
         if self._config.fatal:
             return None
-        for replicator in self._secondary.working():
+        for replicator in self.secondary.working():
             tier = replicator.tier
             try:
                 committed = self._in_lane(tier.place.direct_lane, staged, partial(tier.write, staged))
             except Exception as err:  # noqa: BLE001 - reported as the failure of that tier; the next one may do
                 replicator.failed(err)
                 continue
-            self._secondary.committed_elsewhere(staged.snapshot)
+            self.secondary.committed_elsewhere(staged.snapshot)
             return committed
         return None
 
@@ -457,7 +454,7 @@ class Persister:
 
     def _prune(self, newest: str) -> None:
         """What follows a commit."""
-        protected = {} if self._primary.keeps_all or not self._secondary.replicators else self._secondary.protected()
+        protected = {} if self._primary.keeps_all or not self.secondary.replicators else self.secondary.protected()
         self._held_back = newest if protected else None
         try:
             self._lane.call(partial(self._primary.prune, newest, protected))
@@ -465,8 +462,8 @@ class Persister:
             self._primary_failed(err)
 
     def _primary_failed(self, err: StorageStalledError) -> None:
-        if self._secondary.replicators:
-            self._secondary.primary_failed(err)
+        if self.secondary.replicators:
+            self.secondary.primary_failed(err)
         else:
             self._report.warn(err.message)
 

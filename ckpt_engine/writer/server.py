@@ -236,7 +236,7 @@ class Serving:
             if queue.is_alive() and time.monotonic() >= deadline:
                 return EXIT_DEADLINE
             if self._closing and (self._peer.ended() or time.monotonic() >= began + _CLOSED_SECONDS):
-                queue.leave_alone()
+                queue.persister.leave_alone()
             if self._lingering(queue) == 0.0:
                 queue.held.let_go()
         if not self._closing:

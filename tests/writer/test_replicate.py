@@ -124,7 +124,7 @@ def test_nothing_follows_an_end(run: Run, state: TierState) -> None:
     run.start()
     assert run.client is not None
     run.save(1)
-    (one,) = run.client._queue._persister._secondary.replicators  # type: ignore[union-attr]
+    (one,) = run.client._queue.persister.secondary.replicators  # type: ignore[union-attr]
     run.close()
     one.join(WAIT_SECONDS)
     assert not one.is_alive()

@@ -75,7 +75,7 @@ class Run:
     def until_rest(self, path: Path | None = None) -> None:
         """Wait until a further tier wants nothing and is not asked for anything."""
         assert self.client is not None
-        fleet, deadline = self.client._queue._persister._secondary, time.monotonic() + WAIT_SECONDS
+        fleet, deadline = self.client._queue.persister.secondary, time.monotonic() + WAIT_SECONDS
         assert fleet is not None
         (found,) = (one for one in fleet.replicators if one.tier.url == f"file://{path or self.far}")
         while not found.idle:

@@ -315,7 +315,7 @@ class Engine:
         if self._rehearsal is not None:
             self._rehearse(step - 1, self._rehearsal.end)
         self.times.boundary(step - 1)
-        if (pulse := self._pipeline.pulse) is not None and pulse.beat(step):
+        if (pulse := self._pipeline.pulse).beat(step):
             pulse.spend(self.times)
 
     def ready(self, *, durable: bool = True, cold: bool = False) -> bool:
@@ -364,7 +364,7 @@ class Engine:
             self.newest.note_wanted(wanted.step, handle)
             self.newest.in_vain_seconds = 0.0
         self.times.waited("stall", time.monotonic() - began)
-        self._pipeline.spend(self.times)
+        self._pipeline.pulse.spend(self.times)
         self._say_what_stays()
         return handle
 
@@ -534,7 +534,7 @@ class Engine:
             return
         self._closing = True
         self.times.over()
-        self._pipeline.spend(self.times)
+        self._pipeline.pulse.spend(self.times)
         self._restorer.detach()
         keeps = failed and self.memory and self._session is not None
         try:

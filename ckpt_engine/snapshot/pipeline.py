@@ -18,7 +18,6 @@ from ckpt_engine.observe.events import (
     said_if_slow,
 )
 from ckpt_engine.observe.reporter import Reporter
-from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.probe.recorder import FlightRecorder
 from ckpt_engine.probe.trained_groups import TrainedGroups
 from ckpt_engine.ranks.session import Session
@@ -87,7 +86,7 @@ class Pipeline:
         self.stager = Stager(Planner(Flattener(pickle_paths), session), eager)
         self.slots = Slots(slots)
         self.memory = memory
-        self.pulse: HeartbeatPage | None = None
+        self.pulse = HeartbeatPage()
         self.groups = TrainedGroups()
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
@@ -113,7 +112,6 @@ class Pipeline:
         """
         if self._writer is not None:
             return self._writer
-        self.pulse = self.pulse or HeartbeatPage()
         self._group.reopens()
         if not self.slots.snapshot_bytes:
             self._fit(0)
@@ -130,7 +128,6 @@ class Pipeline:
         self.behind = False
         if self.memory:
             self.memory = outlives_the_trainer(client, self._report.emit)
-        assert self.pulse is not None
         with on_failure(partial(client.close, CLOSE_SECONDS)):  # else it would keep the lease
             client.attach_pulse(self.pulse.fd)
             self._share_rows(client)
@@ -155,11 +152,6 @@ class Pipeline:
     def _waits_behind(self) -> bool:
         """Whether the writer that is being started waits for another one to end."""
         return self.behind and self.started
-
-    def spend(self, times: RunTimes) -> None:
-        """Let the writer know what the time of this process went into, now."""
-        if self.pulse is not None:
-            self.pulse.spend(times)
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
         """See `Engine.prepare`."""
@@ -210,8 +202,7 @@ class Pipeline:
         if self._waits_behind:
             self._report.emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
-        if self.pulse is not None:
-            self.pulse.beat(step + 1)
+        self.pulse.beat(step + 1)
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
         slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
@@ -265,8 +256,7 @@ class Pipeline:
             took: what the job says of ranks.
             when: wall-clock and monotonic seconds of the instant.
         """
-        if self.pulse is not None:
-            self.pulse.fill(slot.index, self.in_flight.jobs)
+        self.pulse.fill(slot.index, self.in_flight.jobs)
         layout, marks = self.groups.look(capture)
         job = wanted.job(
             job=self.in_flight.jobs,
@@ -402,7 +392,7 @@ class Pipeline:
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:
                 self._report.warn(lacking)
-        self.pulse = None
+        self.pulse.close()
         if self.recorder is not None:
             self.recorder.close()
         self.slots.close()

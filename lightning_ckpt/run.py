@@ -204,7 +204,7 @@ class FitRun:
         if isinstance(exception, both(SIGTERMException)) and exception.code is None:
             # It came before training began: Lightning ends with 0, which says that the job is complete.
             exception.code = self._run.exit_code
-            _log.warning("SIGTERM before the first step: training stops; %s", self.stopping.watch.durable())
+            _log.warning("SIGTERM before the first step: training stops; %s", self.stopping.watch.run.durable())
         if (end := self.stopping.halt.end_of(exception)) is not exception:
             raise end  # it came meanwhile
 

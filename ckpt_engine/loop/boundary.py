@@ -250,7 +250,7 @@ class Stopping:
         self._engine.wait(self.halt.seconds_left(EXCEPTION_WAIT_SECONDS))
         what = "the process ends without close()" if error is None else type(error).__name__
         self._log.log(
-            logging.WARNING if is_failure(error) else logging.INFO, "%s: %s; %s", what, self.watch.durable(), found
+            logging.WARNING if is_failure(error) else logging.INFO, "%s: %s; %s", what, self.watch.run.durable(), found
         )
 
     def over(self) -> None:

@@ -188,7 +188,7 @@ class Diverging:
         assert self._rollbacks is not None
         if question["ask"] == FLUSHED:
             if self._engine.memory:
-                self._halt.watch.flush()
+                self._halt.watch.run.flush.begin()
             return {}
         return self._rollbacks.holds(self._halt.watch, self._halt.seconds_left)
 
@@ -201,12 +201,12 @@ class Diverging:
         return DivergedError(f"{found.text()}; {said}", hint=self._on())
 
     def _on(self) -> str:
-        return f"{self._halt.watch.durable()}; ckpt_path='auto' resumes there"
+        return f"{self._halt.watch.run.durable()}; ckpt_path='auto' resumes there"
 
     def _rule(self, found: Divergence) -> tuple[DivergedError, dict[str, Any] | None]:
         if self._rollbacks is not None:
             return self._rollbacks.error(found, self._halt.watch, self._halt.seconds_left, self._verdicts)
-        hint = f"{self._halt.watch.durable()}, from before; ckpt_path='auto' resumes there, with the same batches"
+        hint = f"{self._halt.watch.run.durable()}, from before; ckpt_path='auto' resumes there, with the same batches"
         return DivergedError(found.text(), hint=hint), None
 
 
@@ -319,7 +319,7 @@ class Rollbacks:
         except CkptError as err:
             made, elsewhere = f"a rollback failed: {err}", None
         if isinstance(made, str):
-            hint = f"{watch.durable()}; change the learning rate, the clipping or the data before going on there"
+            hint = f"{watch.run.durable()}; change the learning rate, the clipping or the data before going on there"
             return DivergedError(f"{found.text()}; {made}", hint=hint), None
         error = RollbackRequestedError(
             f"{found.text()}; rollback {made.count} of {self._options.at_most}",
@@ -387,8 +387,8 @@ class Rollbacks:
         deadline = time.monotonic() + DURABLE_SECONDS
         self._engine.wait(max(0.0, patience(DURABLE_SECONDS)))
         if self._engine.memory:
-            watch.flush()
-        watch.wait_for_the_flushed(self._engine.poll, lambda: patience(deadline - time.monotonic()))
+            watch.run.flush.begin()
+        watch.run.flush.wait(self._engine.poll, lambda: patience(deadline - time.monotonic()))
 
 
 def whole(*places: Iterable[list[Any]]) -> list[tuple[str, int]]:

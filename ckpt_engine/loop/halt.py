@@ -16,6 +16,7 @@ from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.units import count, duration, share
+from ckpt_engine.preempt.loop_steps import UNSEEN
 from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
@@ -89,7 +90,7 @@ class Halt(Ending):
 
     def fits(self, stop: Stop) -> bool:
         """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
-        plan = self.watch.plan(stop, ahead=True)
+        plan = self.watch.run.plan(stop, ahead=True)
         self._log.warning("%s: %s", stop.notice.who, plan.why)
         return plan.choice is StopChoice.SNAPSHOT
 
@@ -193,7 +194,7 @@ class Halt(Ending):
                 overhead += f", {share(decision.costs.hook_share)} in hooks of each step"
             loaded = self._engine.loaded
             resumed = None if loaded is None else (loaded.info.step, loaded.place)
-            announce(self._log, self.watch.summary(overhead, resumed, self._cadence.overtaken))
+            announce(self._log, self.watch.run.summary(overhead, resumed, self._cadence.overtaken))
             best = self._engine.config.root_keep.best
             if best is not None and self.metrics is not None and best.monitor not in self.metrics:
                 have = ", ".join(sorted(self.metrics)[:5]) or "none"
@@ -221,7 +222,7 @@ class Halt(Ending):
 
         One of several ranks that has failed waits a few seconds in all, see `fail`.
         """
-        if self.watch.interrupted:
+        if self.watch.signals.interrupted:
             return 0.0
         if self._gone_by is not None:
             at_most = max(0.0, min(at_most, self._gone_by - time.monotonic()))
@@ -231,7 +232,7 @@ class Halt(Ending):
     @property
     def over(self) -> bool:
         """What becomes durable is decided: the run has been stopped, or a second Ctrl-C wants it to end now."""
-        return self.done or self.watch.interrupted
+        return self.done or self.watch.signals.interrupted
 
     def seconds_after(self, exception: BaseException, usual: float) -> float:
         """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
@@ -243,18 +244,18 @@ class Halt(Ending):
     def _is_interrupted(self) -> bool:
         """A Ctrl-C that is not the one that stops the run; one after the handlers were put back raises at once."""
         raised = sys.exception()
-        return self.watch.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
+        return self.watch.signals.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
 
     def _make_durable(self, stop: Stop, take: Take) -> None:
-        plan = self.watch.plan(stop)
+        plan = self.watch.run.plan(stop)
         # Who presses Ctrl-C and loses nothing reads two lines: what happens, and what is safe.
         level = logging.INFO if stop.notice.interrupts and not plan.lost_steps else logging.WARNING
         self._log.log(level, "%s: %s", stop.notice.who, plan.why)
         if plan.choice is not StopChoice.SNAPSHOT:
             if plan.choice is StopChoice.FLUSH:
-                self.watch.flush()
+                self.watch.run.flush.begin()
             self._engine.wait(_left(stop))
-            self.watch.wait_for_the_flushed(self._engine.poll, partial(_left, stop))
+            self.watch.run.flush.wait(self._engine.poll, partial(_left, stop))
         else:
             self._take_last(stop, "signal", take)
 
@@ -272,7 +273,7 @@ class Halt(Ending):
         left = _left(stop)
         spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
         text = "%s: %s (%s); continue with the same command"
-        self._log.warning(text, stop.notice.who, self.watch.durable(), spare)
+        self._log.warning(text, stop.notice.who, self.watch.run.durable(), spare)
 
 
 class MissedBoundaries:
@@ -313,7 +314,7 @@ class MissedBoundaries:
             self._report()
 
     def _report(self) -> None:
-        self._halt.watch.unseen = True
+        self._halt.watch.run.steps.first = UNSEEN
         self._log.warning(
             "%s without a boundary: no snapshot can be taken; call step() at the end of the loop's body, "
             "or track the optimizer and iterate the tracked loader",

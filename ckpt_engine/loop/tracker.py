@@ -172,7 +172,7 @@ class Tracker(LoopProgress):
             return
         waits, turns, error = self._life.phase is RESTORING, self._turns, sys.exception()
         self._life.close()
-        self._run.stopping.watch.trained(turns.step)
+        self._run.stopping.watch.run.steps.trained(turns.step)
         try:
             if complete is None:
                 done = turns.is_announced if self._training is None else self._training.phase is ENDED

@@ -112,11 +112,11 @@ def test_what_is_in_memory_is_written_when_the_step_is_too_long(
     one.watch.start()
     one.watch.emit(Requested("stop", "ann"))  # 1000 s of 1000
     until(one.looked.is_set)
-    assert one.flushed == 1 and one.watch.flushing
+    assert one.flushed == 1 and one.watch.run.flush.is_pending
     assert "the writer makes the snapshot of step 7 in memory durable now" in caplog.text
     stop = one.watch.stop
     assert stop is not None
-    assert [(fly.step) for fly in one.watch._facts(stop, 0.0).in_flight] == [7]
+    assert [(fly.step) for fly in one.watch.run.facts(stop, 0.0).in_flight] == [7]
     one.newest = 7
     until(lambda: "the snapshot of step 7 is durable\n" in caplog.text)
 
@@ -132,18 +132,18 @@ def test_what_becomes_durable_before_the_end_is_said_before_the_end(
     one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
     one.held = 7
     one.watch.boundary(7)
-    now = one.watch._now()
+    now = one.watch.run.now()
     half = now + left_seconds / 2.0
 
     def listen(seconds: float) -> None:
         one.passed += seconds
-        if one.watch._now() >= half:
+        if one.watch.run.now() >= half:
             one.newest = 7
 
     one.watch._listen = listen  # type: ignore[method-assign]
     one.watch._mind(Stop(StopNotice("ann", now), now + left_seconds))
     assert caplog.messages[-1] == "the snapshot of step 7 is durable"
-    assert one.watch._now() < now + 0.9 * left_seconds
+    assert one.watch.run.now() < now + 0.9 * left_seconds
 
 
 def test_a_boundary_that_comes_after_all_waits_for_what_is_written(bench: Callable[..., Bench]) -> None:  # noqa: F811
@@ -152,16 +152,16 @@ def test_a_boundary_that_comes_after_all_waits_for_what_is_written(bench: Callab
     one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
     one.held = 7
     one.watch.boundary(7)
-    assert one.watch.flush() == 7 and one.watch.flushing
+    assert one.watch.run.flush.begin() == 7 and one.watch.run.flush.is_pending
     one.watch.emit(Requested("stop", "ann"))
     assert one.watch.stop is not None
-    assert one.watch.plan(one.watch.stop).choice in (StopChoice.FINISH, StopChoice.SNAPSHOT)
+    assert one.watch.run.plan(one.watch.stop).choice in (StopChoice.FINISH, StopChoice.SNAPSHOT)
     one.committed(7)
-    assert not one.watch.flushing
+    assert not one.watch.run.flush.is_pending
     one.held = 8
-    one.watch.flush()
+    one.watch.run.flush.begin()
     one.watch.emit(SnapshotFailed("", 8, "/run", "CKPT300", "the disk is gone"))
-    assert not one.watch.flushing
+    assert not one.watch.run.flush.is_pending
 
 
 def test_of_several_ranks_less_may_become_durable(bench: Callable[..., Bench]) -> None:  # noqa: F811
@@ -169,14 +169,14 @@ def test_of_several_ranks_less_may_become_durable(bench: Callable[..., Bench]) -
     one = bench(signals=[], grace="1000 s")
     one.held = 7
     one.watch.boundary(8)
-    assert one.watch.flush() == 7
+    assert one.watch.run.flush.begin() == 7
     one.committed(5)
-    now = one.watch._now()
+    now = one.watch.run.now()
     for earlier in (MemoryFlushed(6, now), MemoryFlushed(8, now - 1000.0)):
         one.watch.emit(earlier)
-        assert one.watch.flushing, "that was an earlier meeting"
+        assert one.watch.run.flush.is_pending, "that was an earlier meeting"
     one.watch.emit(MemoryFlushed(8, now))
-    assert not one.watch.flushing
+    assert not one.watch.run.flush.is_pending
 
 
 def test_a_writer_that_has_nothing_in_memory_is_no_reason_to_wait(
@@ -190,4 +190,4 @@ def test_a_writer_that_has_nothing_in_memory_is_no_reason_to_wait(
     one.watch.start()
     one.watch.emit(Requested("stop", "ann"))
     until(lambda: "cannot be made durable before training ends" in caplog.text)
-    assert not one.looked.is_set() and not one.watch.flushing
+    assert not one.looked.is_set() and not one.watch.run.flush.is_pending

@@ -17,6 +17,9 @@ from ckpt_engine.config.sections import Preemption
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.durability import Ledger
 from ckpt_engine.observe.events import Requested, SnapshotCommitted, SnapshotStaged
+from ckpt_engine.preempt.loop_steps import LoopSteps
+from ckpt_engine.preempt.memory_flush import MemoryFlush
+from ckpt_engine.preempt.run_outlook import RunOutlook
 from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.watch import PreemptionWatch
 
@@ -36,15 +39,10 @@ class Bench:
         self.passed = 0.0
         """Seconds beyond those that have passed."""
         self.divided = False
-        self.watch = PreemptionWatch(
-            Preemption(**options),
-            self.ledger,
-            self,
-            slots=2,
-            newest=self._look,
-            flush=self._flush,
-            divided=lambda: self.divided,
-        )
+        flush = MemoryFlush(self._flush, self.ledger, self.monotonic, 0.25)
+        steps = LoopSteps(self.monotonic(), self.monotonic())
+        run = RunOutlook(self.ledger, self.monotonic, 2, steps, flush, lambda: self.divided)
+        self.watch = PreemptionWatch(Preemption(**options), self, run, self._look)
 
     def monotonic(self) -> float:
         return SystemClock.monotonic() + self.passed
@@ -162,10 +160,10 @@ def test_the_plan_knows_what_was_measured(bench: Callable[..., Bench]) -> None:
     one.watch.emit(Requested("stop", "ann"))
     stop = one.watch.stop
     assert stop is not None
-    plan = one.watch.plan(stop)
+    plan = one.watch.run.plan(stop)
     assert (plan.choice, plan.step) == (StopChoice.SNAPSHOT, 9)
     assert plan.seconds == pytest.approx(250.0)
-    assert one.watch.durable() == "step 4 is durable on /run, 5 steps behind"
+    assert one.watch.run.durable() == "step 4 is durable on /run, 5 steps behind"
 
 
 def test_what_was_written_past_a_full_first_tier_counts_as_durable(bench: Callable[..., Bench]) -> None:
@@ -175,7 +173,7 @@ def test_what_was_written_past_a_full_first_tier_counts_as_durable(bench: Callab
     one.watch.boundary(9)
     one.ledger.emit(SnapshotStaged("", 9, 0.0, MB))
     one.ledger.emit(SnapshotCommitted("s", 9, "/far", MB, MB, 1.0, 1.0, 0.0, 0.0))
-    assert one.watch.durable() == "step 9 is durable on /far"
+    assert one.watch.run.durable() == "step 9 is durable on /far"
     found = one.watch.outlook()
     assert (found["durable_step"], found["work_at_risk_steps"]) == (9, 0)
 
@@ -186,7 +184,7 @@ def test_where_nodes_have_roots_of_their_own_it_says_that_only_a_part_is_durable
     one.committed(4)
     one.watch.boundary(5)
     one.divided = True
-    assert one.watch.durable() == "step 4 is durable on /run (the part of this node), 1 step behind"
+    assert one.watch.run.durable() == "step 4 is durable on /run (the part of this node), 1 step behind"
 
 
 def test_a_too_long_step_is_reported_in_time(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:

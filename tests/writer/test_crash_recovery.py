@@ -231,10 +231,10 @@ def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
         """Rank 1 has left that before rank 0 looks."""
         until(lambda: flushes(root, 1) == step)
         until(lambda: list((root / names.PARTS).glob(f"*-s{step:010}-*-r00001.json")))
-        assert watch.flush() == step
+        assert watch.run.flush.begin() == step
         until(lambda: engines[0].engine.poll() or over.steps)
         over.steps.clear()
-        assert not watch.flushing
+        assert not watch.run.flush.is_pending
 
     on_all(lambda rank: hold(rank, 1), 2)
     hold(0, 2)

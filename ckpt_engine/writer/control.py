@@ -219,7 +219,8 @@ class ControlHandlers:
         trainer_lives: Callable[[], bool],
         bye: Callable[[], object],
     ) -> None:
-        self._ranks, self._peers, self._memory, self._flush = queue.config.ranks, queue.peers, queue.held, queue.flush
+        self._ranks, self._peers = queue.persister.config.ranks, queue.peers
+        self._memory, self._flush = queue.held, queue.flush
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye

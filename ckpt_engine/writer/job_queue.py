@@ -10,7 +10,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.hooks import Hooks
+from ckpt_engine.writer.memory_rescue import MemoryRescue
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
 from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.persister import Emit, Persister
@@ -27,11 +27,7 @@ from ckpt_engine.writer.persister import Emit, Persister
 if TYPE_CHECKING:
     from ckpt_engine.writer.peers import Peers
 
-RESCUE_SECONDS = 30.0
-"""How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
-_AGAIN_SECONDS = 2.0
 _IDLE_SECONDS = 60.0
-_SEAL_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +53,7 @@ class JobQueue(threading.Thread):
         on_news: called, on any thread, when what is offered from memory may have changed.
         caught_up: waits until everything that the trainer has sent so far was put; whether that is so.
 
-    `opened` says whether the lease was taken, `ended` whether the persister is closed, and `rescued_at`, in monotonic
-    seconds, since when it has had nothing left to rescue.
+    `opened` says whether the lease was taken, `ended` whether the persister is closed.
     """
 
     def __init__(
@@ -71,36 +66,31 @@ class JobQueue(threading.Thread):
         caught_up: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(name="ckpt-writer", daemon=True)
-        self.config = config
         self._hooks = Hooks(config, emit)
         self._on_exit = on_exit
         self._on_open = on_open
-        self._ids = Ids()
         self._intake = MessageDecoder()
-        self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self.persister = Persister(config, partial(self.held.recent.forward, self._hooks.emit), self._ids)
-        self._on_news = on_news
-        self._caught_up = caught_up
+        ids = Ids()
+        self.held = MemorySnapshots(ids, on_news, config.ranks)
+        self.persister = Persister(config, partial(self.held.recent.forward, self._hooks.emit), ids)
         self._todo: deque[_QueueItem] = deque()
         self._at_hand: StagedJob | None = None
-        self._finishing = self._abandoned = self._hurried = self._written = False
         self._broken: str | None = None
         self._changed = threading.Condition()
-        self.opened = False
+        self.rescue = MemoryRescue(self.held, self.persister, self._changed, caught_up)
+        self._finishing = self.opened = self.ended = False
         self.peers = self._open_peers()
-        self.ended = False
-        self.rescued_at: float | None = None
 
     def _open_peers(self) -> Peers | None:
-        ranks = self.config.ranks
-        if not (ranks.mirrors and self.config.memory):
+        config = self.persister.config
+        if not (config.ranks.mirrors and config.memory):
             return None
         from ckpt_engine.writer.peers import Peers
 
         return Peers(
-            ranks,
+            config.ranks,
             lambda: self.persister.run if self.opened else None,
-            lambda order: self._caught_up() and self.held.intact(order),
+            lambda order: self.rescue.caught_up() and self.held.intact(order),
             self._hooks.emit,
         )
 
@@ -135,7 +125,7 @@ class JobQueue(threading.Thread):
                     return
                 self.held.pace = order.job.pace
                 # At once, not in the queue: the trainer fills the slot of the one before as soon as this was sent.
-                if self.config.memory and order.problem is None:
+                if self.persister.config.memory and order.problem is None:
                     self.held.hold(order)
                     if self.peers is not None:
                         self.peers.offer(order)
@@ -158,7 +148,7 @@ class JobQueue(threading.Thread):
                 return None
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
-                self._todo.append(_QueueItem(partial(self._flush, newest), newest, flush=True))
+                self._todo.append(_QueueItem(partial(self.rescue.flush, newest), newest, flush=True))
                 self._changed.notify()
             return newest.job.step
 
@@ -176,17 +166,6 @@ class JobQueue(threading.Thread):
             self._finishing = True
             self._changed.notify()
 
-    @property
-    def may_lose(self) -> bool:
-        """Whether what is only in memory may be the newest snapshot that there is.
-
-        A rank whose share is written does not know whether the snapshot of all ranks was committed; the first one does,
-        unless nodes have roots of their own.
-        """
-        newest, ranks = self.held.newest, self.config.ranks
-        knows = ranks.rank == 0 and not ranks.places
-        return newest is not None and not (newest.durable and knows)
-
     def abandon(self, ending: str, why: str | None = None) -> None:
         """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
 
@@ -201,15 +180,15 @@ class JobQueue(threading.Thread):
         self._hooks.ending = ending
         with self._changed:
             newest = self.held.newest
-            self._written = ending != GONE and newest is not None and newest.durable
+            self.rescue.is_written = ending != GONE and newest is not None and newest.durable
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
                 self._todo = deque(one for one in self._todo if one.order is newest)
             self._intake.close()  # memory that no order needs
-            self._finishing = self._abandoned = True
+            self._finishing = self.rescue.is_abandoned = True
             self.persister.leave_alone()
             self._changed.notify()
-        if self.config.memory:
+        if self.persister.config.memory:
             self.held.seal(self.persister.run)
 
     def disown(self) -> None:
@@ -219,16 +198,16 @@ class JobQueue(threading.Thread):
             self.held.close()
             self._finishing = True
             self._changed.notify()
-        if self.config.memory:
+        if self.persister.config.memory:
             self.held.seal(self.persister.run)
 
     def skip_waiting(self) -> None:
         """Exit after the message at hand and what is in memory, leaving further tiers as they are."""
         with self._changed:
             self._todo.clear()
-            self._finishing = self._hurried = True
+            self._finishing = self.rescue.is_hurried = True
             self._changed.notify()
-            nothing_to_rescue = not self.config.memory or self.rescued_at is not None
+            nothing_to_rescue = not self.persister.config.memory or self.rescue.ended_at is not None
         if nothing_to_rescue:
             self.persister.secondary.stop()
 
@@ -261,7 +240,7 @@ class JobQueue(threading.Thread):
         with self._changed:
             self._todo.clear()
             self._intake.close()
-            if not self._abandoned:
+            if not self.rescue.is_abandoned:
                 self.held.close()
 
     def _open(self) -> Started | None:
@@ -278,7 +257,7 @@ class JobQueue(threading.Thread):
 
     def _serve(self, started: Started) -> None:
         self.persister.prepare(started)
-        self._on_news()
+        self.held.changed()
         while (turn := self._next()) is not None:
             try:
                 turn.work()
@@ -290,15 +269,7 @@ class JobQueue(threading.Thread):
                 self._hooks.emit(channel.event(MemoryFlushed(turn.order.job.step, time.monotonic())))
             del turn  # and the memory of its slot, while the next one is waited for
         if self._broken is None:
-            self._rescue()
-
-    def _flush(self, order: StagedJob) -> None:
-        if self.config.ranks.several:
-            self._save_held()
-            return
-        # The trainer cannot have filled the slot again: it sends a newer one before.
-        order.unchanged = lambda one: self._caught_up() and self.held.newest is one
-        self.persister.recover([order])
+            self.rescue.run()
 
     def _next(self) -> _QueueItem | None:
         """The next turn, its order numbered; None: no more will come."""
@@ -310,40 +281,5 @@ class JobQueue(threading.Thread):
             turn = self._todo.popleft()
             self._at_hand = turn.order
             if turn.order is not None and turn.order.problem is None:
-                self._ids.of(turn.order)
+                self.persister.ids.of(turn.order)
             return turn
-
-    def _rescue(self) -> None:
-        self._save_held()
-        with self._changed:
-            self.rescued_at = time.monotonic()
-            hurried = self._hurried
-        self.held.settle()
-        self._on_news()
-        if hurried:
-            self.persister.secondary.stop()
-
-    def _save_held(self) -> None:
-        """Let what is in memory become durable, see `Persister.recover`. Most of the time it is when trainers close."""
-        self.held.drop_torn()
-        orders = self.held.all_held()
-        for order in orders:
-            order.unchanged = self.held.keeps
-        if orders and (not orders[0].durable or (self._abandoned and self.may_lose)):
-            if self._abandoned:
-                self.held.sealed.wait(_SEAL_SECONDS)
-            self._insist(orders)
-        if self._written and orders:
-            with suppress(CkptError):  # the tier does not answer: it stays for the next trainer
-                if self.persister.exists(orders[0].snapshot or ""):
-                    self.held.let_go()
-
-    def _insist(self, orders: Sequence[StagedJob]) -> None:
-        """Try, with some patience if the trainer is gone: what killed it may have hit the disk too."""
-        deadline = time.monotonic() + RESCUE_SECONDS
-        while not self.persister.recover(orders):
-            with self._changed:
-                left = deadline - time.monotonic()
-                if not self._abandoned or self._hurried or self.held.unwanted or left <= 0:
-                    return
-                self._changed.wait_for(lambda: self._hurried, min(_AGAIN_SECONDS, left))

@@ -186,7 +186,7 @@ class MemorySnapshots:
 
     def __init__(self, ids: Ids, changed: Callable[[], object], ranks: RankConfig = ALONE) -> None:
         self._ids = ids
-        self._tell = changed
+        self.changed = changed
         self._ranks = ranks
         self._keep = SHARES if ranks.several else 1
         self._lock = threading.Lock()
@@ -256,7 +256,7 @@ class MemorySnapshots:
         newest = self.newest
         if newest is None:
             self.sealed.set()
-            self._tell()
+            self.changed()
             return
         self._digest_soon(newest)
 
@@ -372,7 +372,7 @@ class MemorySnapshots:
             self._digested[order] = ErrorRecord.of(err)
         finally:
             self.sealed.set()
-            self._tell()
+            self.changed()
 
 
 @dataclass(eq=False)

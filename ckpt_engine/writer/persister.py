@@ -66,10 +66,10 @@ class Persister:
     """
 
     def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
-        self._config = config
+        self.config = config
         self._emit = emit
         self._report = Reporter(lambda event: emit(channel.event(event)))
-        self._ids = ids
+        self.ids = ids
         self._holds = SlotReaders(lambda slot: self._emit({"kind": Kind.FREED, "slot": slot}))
         self.secondary = SecondaryTiers(config, self._report.emit)
         self._held_back: str | None = None
@@ -98,7 +98,7 @@ class Persister:
             ForeignError, CorruptError, NewerFormatError: the folder is not ours to write.
             StorageError: it cannot be written.
         """
-        config = self._config
+        config = self.config
         holder = config.holder or LeaseHolder.current()
         policy = policy_of(config, self._report.warn)
         plain = open_storage(config.url, config.storage_options)
@@ -181,7 +181,7 @@ class Persister:
         """This rank has no part in a snapshot that all ranks take."""
         cancel = partial(self._primary.cancel, snapshot, why)
         try:
-            cancel() if self._config.ranks.leads else self._lane.call(cancel)
+            cancel() if self.config.ranks.leads else self._lane.call(cancel)
         except StorageStalledError as err:
             self._report.warn(err.message)
 
@@ -194,10 +194,10 @@ class Persister:
         in_flight: SessionSnapshots | None,
     ) -> PrimaryTier:
         reads = StuckCallRunner(self._lane.url)
-        storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
+        storage = WatchedStorage(open_storage(self.config.url, self.config.storage_options), reads.progress)
         aside = GuardedReader(Repository(storage), reads, self._lane.progress)
         return PrimaryTier(
-            self._config,
+            self.config,
             repository,
             lease,
             again,
@@ -219,8 +219,8 @@ class Persister:
             self._prune(self._held_back)
         # Where the trainer is gone the next attempt must not wait for it.
         if self._parity is not None and self._opened and ending != GONE:
-            self._add_parity(self._parity, self._config.end_wait_seconds)
-            wait(self._parity, self._config.end_wait_seconds)
+            self._add_parity(self._parity, self.config.end_wait_seconds)
+            wait(self._parity, self.config.end_wait_seconds)
         release = partial(self._release, ending)
         if self._opened and not self._lane.last(release):
             self._opened = False
@@ -231,11 +231,11 @@ class Persister:
 
     def _release(self, ending: str | None) -> None:
         with suppress(StorageError):  # not reached is not removed
-            alone = not (self._config.tiers or self._config.ranks.several)
+            alone = not (self.config.tiers or self.config.ranks.several)
             if alone and (gone := self._primary.removed()) is not None:
                 parsed, why = names.parse_id(gone), "it was removed after it had become durable"
                 step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
-                self._report.emit(SnapshotFailed(gone, step, self._config.url, code, why))
+                self._report.emit(SnapshotFailed(gone, step, self.config.url, code, why))
         if self._attempts is not None:
             self._attempts.end(ending)
         self.rows.end()
@@ -254,7 +254,7 @@ class Persister:
         if self.secondary.replicators:
             self._emit_copying(waited_for, ())
             self.secondary.drain(
-                self._config.drain_seconds,
+                self.config.drain_seconds,
                 bool(hanging),
                 partial(self._emit_closed, waited_for),
                 partial(self._emit_copying, waited_for),
@@ -268,9 +268,9 @@ class Persister:
         Raises:
             CkptError: the nearest tier cannot join the run.
         """
-        if self._config.tiers and not self._config.ranks.several:
+        if self.config.tiers and not self.config.ranks.several:
             self._begin_secondary(started)
-        self._ids.begin(max(started.first_seq, self.secondary.next_seq()))
+        self.ids.begin(max(started.first_seq, self.secondary.next_seq()))
         try:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
@@ -282,13 +282,13 @@ class Persister:
         try:
             self.secondary.open()
         except StorageError as err:  # a library that is there, and cannot be imported
-            for tier in self._config.tiers:
+            for tier in self.config.tiers:
                 self._report.emit(TierDegraded(tier.url, err.code, str(err), tier.fatal))
             return
         joins = started.history is None  # it has no snapshots that say which run this is
         if joins:
             self.secondary.survey()
-        storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
+        storage = WatchedStorage(open_storage(self.config.url, self.config.storage_options), self._lane.progress)
         repository = self._lane.call(partial(self.secondary.join_run, Repository(storage)))
         if joins:
             self._primary.settle_at(repository)
@@ -307,7 +307,7 @@ class Persister:
     def _attempt(self, order: StagedJob, settle: Callable[[ErrorRecord | None], object]) -> None:
         try:
             if order.problem is None:
-                (self._ids.renew if order.failed else self._ids.of)(order)
+                (self.ids.renew if order.failed else self.ids.of)(order)
             self._learn(order.job)
             event, is_primary = self._make_durable(order.staged(order.snapshot or ""))
         except SupersededError as err:
@@ -315,7 +315,7 @@ class Persister:
             settle(ErrorRecord.of(err))
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next one gets its own chance
             order.failed, why = True, ErrorRecord.of(err)
-            place, hint = self._config.url, why.hint or ""
+            place, hint = self.config.url, why.hint or ""
             failed = SnapshotFailed(order.snapshot or "", order.job.step, place, why.code, why.message, hint)
             self._report.emit(failed)
             settle(why)
@@ -344,7 +344,7 @@ class Persister:
         try:
             self._recovery.run(orders)
         except CkptError as err:
-            self._report.warn(f"what is in memory is not durable at {self._config.url} yet: {err.message}")
+            self._report.warn(f"what is in memory is not durable at {self.config.url} yet: {err.message}")
             return False
         return True
 
@@ -360,7 +360,7 @@ class Persister:
         """Make a share durable, and say so; only that again if it was left before."""
         staged = order.staged(order.snapshot or "")
         event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
-        if not self._config.ranks.leads:
+        if not self.config.ranks.leads:
             self._report.emit(event)
 
     def commit(self, order: StagedJob) -> bool:
@@ -380,7 +380,7 @@ class Persister:
             self._attempts.paced(job.pace)
         self.secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
         if damaged and (self.secondary.replicators or self._parity is not None):
-            config = self._config
+            config = self.config
             tiers = [(config.url, config.storage_options), *((one.url, one.storage_options) for one in config.tiers)]
             places = (Repository(open_storage(*one)) for one in tiers)  # on that thread
             work = partial(mend_damage, places, sorted(damaged), self._primary.check_lease, self._report.emit)
@@ -390,7 +390,7 @@ class Persister:
         """Begin to make the parity that data files lack, unless `making` it is under way still after so long."""
         wait(making, wait_seconds)
         if all(one.done() for one in making):
-            work = partial(complete_parity, self._config, self._primary.check_lease, self._report.emit)
+            work = partial(complete_parity, self.config, self._primary.check_lease, self._report.emit)
             self._parity = [ask_apart(work, "ckpt-parity")]
 
     def _committed(self, snapshot: str) -> None:
@@ -421,12 +421,12 @@ class Persister:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
         if (
             not self.secondary.replicators
-            or self._config.ranks.several  # the others would not know where
+            or self.config.ranks.several  # the others would not know where
             or not isinstance(error, StorageError | LeaseHeldError | FormatError)
         ):
             return None
         self.secondary.primary_failed(error)
-        if self._config.fatal:
+        if self.config.fatal:
             return None
         for replicator in self.secondary.working():
             tier = replicator.tier
@@ -486,4 +486,4 @@ class Persister:
         """What the trainer waits for; `waited_for` takes these further tiers."""
         waits = f"the last copies to {' and '.join(one.amount() for one in late)}" if late else ""
         waited_for.update(one.url for one in late)
-        self._emit({"kind": Kind.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})
+        self._emit({"kind": Kind.COPYING, "waits": waits, "seconds": self.config.end_wait_seconds, "copies": True})

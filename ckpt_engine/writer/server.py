@@ -143,7 +143,7 @@ class Serving:
             self._begin(item.body)
         elif self._queue is None:
             raise WriterError(f"the trainer sent {kind!r} before {Kind.START.value!r}")
-        elif kind == Kind.LEAVE and self._queue.opened and self._queue.may_lose:
+        elif kind == Kind.LEAVE and self._queue.opened and self._queue.rescue.may_lose:
             self._leave(self._queue, item.body)
         elif kind in (Kind.CLOSE, Kind.LEAVE):
             self._closing = True
@@ -259,9 +259,9 @@ class Serving:
 
     def _lingering(self, queue: JobQueue) -> float | None:
         """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
-        if queue.rescued_at is None:
+        if (rescued_at := queue.rescue.ended_at) is None:
             return None
-        return max(0.0, queue.rescued_at + self._config.linger_seconds - time.monotonic())
+        return max(0.0, rescued_at + self._config.linger_seconds - time.monotonic())
 
     def _linger(self, queue: JobQueue) -> None:
         """Serve what is in memory, as long as it may be wanted."""

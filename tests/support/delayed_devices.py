@@ -140,5 +140,11 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch) -> DelayedDevices:
     devices = DelayedDevices()
     monkeypatch.setattr(entries, "device_of", devices.home)
     monkeypatch.setattr(pipeline, "Slots", lambda count: Slots(count, devices))
-    monkeypatch.setattr(pipeline, "Copier", lambda: Copier(None, _DelayedCopies(devices)))
+
+    def delayed(planner: Planner, is_eager: bool) -> Stager:
+        made = Stager(planner, is_eager)
+        made.copier = Copier(None, _DelayedCopies(devices))
+        return made
+
+    monkeypatch.setattr(pipeline, "Stager", delayed)
     return devices

@@ -26,8 +26,7 @@ from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
 from ckpt_engine.snapshot.cuda import TornCopyError
 from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage, leavers
 from ckpt_engine.snapshot.save_request import OwnSnapshots, Request, SaveHandle, SharedSnapshots
-from ckpt_engine.snapshot.stage import Staging
-from ckpt_engine.snapshot.stager import Stager
+from ckpt_engine.snapshot.stage import Stager, Staging
 from ckpt_engine.snapshot.writer_link import (
     Coming,
     Handover,

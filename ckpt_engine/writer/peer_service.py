@@ -282,6 +282,9 @@ class Server:
 
     Raises:
         OSError: no port is to be had there.
+
+    Attributes:
+        closed: set once `close` was called.
     """
 
     def __init__(
@@ -293,7 +296,7 @@ class Server:
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, str] = {}
         self._serving: set[socket.socket] = set()
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(where, family=family, backlog=_BACKLOG)
         self.host, self.port = (str(host), int(self._listener.getsockname()[1]))
@@ -302,7 +305,7 @@ class Server:
 
     def close(self) -> None:
         """Take no more connections, and end those there are. Idempotent."""
-        self._closed.set()
+        self.closed.set()
         with self._lock:
             for sock in [self._listener, *self._strangers, *self._serving]:
                 _wake(sock)
@@ -313,7 +316,7 @@ class Server:
             try:
                 sock, (address, *_) = self._listener.accept()
             except OSError:
-                if self._closed.wait(_AGAIN_SECONDS):
+                if self.closed.wait(_AGAIN_SECONDS):
                     self._listener.close()
                     return
                 continue  # the process has no descriptor left for now, or the other end has gone again
@@ -334,7 +337,7 @@ class Server:
     def _admit(self, sock: socket.socket) -> bool:
         """It is one of the ranks' writers; whether there is room for it."""
         with self._lock:
-            if self._strangers.pop(sock, None) is None or len(self._serving) >= self._room or self._closed.is_set():
+            if self._strangers.pop(sock, None) is None or len(self._serving) >= self._room or self.closed.is_set():
                 return False
             self._serving.add(sock)
             return True

@@ -28,49 +28,26 @@ from ckpt_engine.store.storage.base import Throttle
 from ckpt_engine.store.storage.disk import closing_fd
 from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.memory_snapshots import StagedJob
-from ckpt_engine.writer.messages import Answer, Body, Kind, nothing
+from ckpt_engine.writer.messages import Answer, Body, nothing
+from ckpt_engine.writer.mirrored_shares import MirroredShares
 from ckpt_engine.writer.parity import ParitySets, chunk
+from ckpt_engine.writer.peer_link import PeerLink
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, PeerShare, Server, connect
 
-_REMEMBERED = 16
 _IDLE_SECONDS = 60.0
 _END_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class _Link:
-    """A connection to a rank's writer, which is made when it is needed. One thread; others may move it or hang up."""
-
-    secret: str
-    address: tuple[str, int]
-    _line: PeerConnection | None = None
-    _line_to: tuple[str, int] | None = None
-
-    def line(self) -> PeerConnection:
-        """The connection to where the writer is now; raises as `connect`."""
-        address, line = self.address, self._line
-        if line is None or self._line_to != address:
-            self.hang_up()
-            line = self._line = connect(*address, self.secret)
-            self._line_to = address
-        return line
-
-    def hang_up(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
-
-
-@dataclass(slots=True)
-class _Keeper(_Link):
+class _Keeper(PeerLink):
     """Who keeps the share, or chunk `number` of it."""
 
     rank: int = 0
     number: int = 0
 
 
-class Peers:
-    """From the start of the writer to the end of its process. Any thread.
+class Peers(threading.Thread):
+    """From the start of the writer to the end of its process; the thread sends the shares. Any thread.
 
     Args:
         ranks: whose writer it is; with `mirrors`.
@@ -94,25 +71,22 @@ class Peers:
         intact: Callable[[StagedJob], bool],
         emit: Callable[[Body], object],
     ) -> None:
+        super().__init__(name="ckpt-mirror", daemon=True)
         self._ranks = ranks
         self._run_text = run
         self._intact = intact
-        self._emit = emit
         self._report = Reporter(lambda event: emit(channel.event(event)))
         self.parity = ParitySets()
         self.answer: Answer = lambda _: nothing("the writer has just begun")
         self._news = threading.Condition()
-        self._lead = _Link(ranks.session, ("", 0))
-        self._mirrored: dict[str, set[int]] = {}
+        self._mirrored = MirroredShares(ranks, emit, PeerLink(ranks.session, ("", 0)))
         rate = ranks.mirror_bytes_per_second
         self._throttle = Throttle(rate) if rate is not None else None
         self._changed = threading.Condition()
         self._next: StagedJob | None = None
         self._keepers: dict[int, _Keeper] = {}
-        self._closed = threading.Event()
         self._room = memoryview(bytearray())
         """Memory for a copy of a share."""
-        self._mirror = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
         # All ranks tell rank 0's writer what was kept.
         where = ranks.address or "127.0.0.1"
         self.server = Server(where, ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
@@ -127,13 +101,13 @@ class Peers:
         addresses = [(str(host), int(port)) for host, port in body["addresses"]]
         keepers, senders = [int(rank) for rank in body["keepers"]], [int(rank) for rank in body["senders"]]
         self.parity.expect([self._ranks.rank, *senders])
-        self._lead.address = addresses[0]
+        self._mirrored.lead.address = addresses[0]
         with self._changed:
             self._keepers = {
                 rank: _Keeper(self._ranks.session, addresses[rank], rank=rank, number=number)
                 for number, rank in enumerate(keepers)
             }
-        self._mirror.start()
+        self.start()
         if body["moved"]:
             # Those that send their shares here, and all who say to rank 0 that theirs were kept.
             others = senders if self._ranks.rank else range(1, self._ranks.size)
@@ -159,14 +133,13 @@ class Peers:
 
     def close(self) -> None:
         """Send nothing more, and serve nothing. Idempotent; waits a little for what is being sent."""
+        self.server.close()
         with self._changed:
-            self._closed.set()
             self._next = None
             self._changed.notify()
         if self._keepers:
-            self._mirror.join(_END_SECONDS)
-        self._lead.hang_up()
-        self.server.close()
+            self.join(_END_SECONDS)
+        self._mirrored.lead.hang_up()
         self.parity.close()
 
     def _serve(self, request: dict[str, Any], line: PeerConnection) -> None:
@@ -181,7 +154,7 @@ class Peers:
             case "snapshot" | "parity":
                 self._give(request, line)
             case "mirrored":
-                self._count(str(request["snapshot"]), int(request["rank"]))
+                self._mirrored.count(str(request["snapshot"]), int(request["rank"]))
                 line.send({"ok": True})
             case "moved":
                 self._moved(int(request["rank"]), str(request["host"]), int(request["port"]))
@@ -202,7 +175,7 @@ class Peers:
             if rank in self._keepers:
                 self._keepers[rank].address = (host, port)
         if rank == 0:
-            self._lead.address = (host, port)
+            self._mirrored.lead.address = (host, port)
 
     def _give(self, wanted: dict[str, Any], line: PeerConnection) -> None:
         with self._news:
@@ -214,32 +187,8 @@ class Peers:
             line.send(reply.body)
             line.send_file(shared_bytes(fd, int(reply.body["nbytes"]), writable=False))
 
-    def _done(self, snapshot: str) -> None:
-        """The keepers have it: rank 0's writer counts that."""
-        if self._ranks.rank == 0:
-            self._count(snapshot, 0)
-            return
-        for _ in range(2):  # rank 0 may have another writer since
-            try:
-                line = self._lead.line()
-                line.send({"what": "mirrored", "rank": self._ranks.rank, "snapshot": snapshot})
-                line.receive()
-            except (OSError, CkptError):
-                self._lead.hang_up()  # if it stays away, rank 0 does not wait for ever
-            else:
-                return
-
-    def _count(self, snapshot: str, rank: int) -> None:
-        with self._changed:
-            ranks = self._mirrored.setdefault(snapshot, set())
-            ranks.add(rank)
-            whole = len(ranks) == self._ranks.size
-            while len(self._mirrored) > _REMEMBERED:
-                del self._mirrored[next(iter(self._mirrored))]
-        if whole:
-            self._emit({"kind": Kind.MIRRORED, "snapshot": snapshot})
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """The thread."""
         while (order := self._take()) is not None:
             try:
                 self._send(order)
@@ -255,7 +204,7 @@ class Peers:
 
     def _take(self) -> StagedJob | None:
         with self._changed:
-            while self._next is None and not self._closed.is_set():
+            while self._next is None and not self.server.closed.is_set():
                 self._changed.wait(_IDLE_SECONDS)
             order, self._next = self._next, None
             return order
@@ -279,7 +228,7 @@ class Peers:
         share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), run.text.decode(), staged.data.name, nbytes)
         kept = [self._attempt(keeper, share, copy) for keeper in self._keepers.values()]
         if all(kept):
-            self._done(staged.snapshot)
+            self._mirrored.note(staged.snapshot)
 
     def _attempt(self, keeper: _Keeper, share: PeerShare, copy: memoryview) -> bool:
         """Whether a keeper has its part of the share now."""
@@ -312,4 +261,4 @@ class Peers:
 
     def _pace(self, nbytes: int) -> None:
         if self._throttle is not None and (seconds := self._throttle(nbytes)):
-            self._closed.wait(seconds)
+            self.server.closed.wait(seconds)

@@ -100,7 +100,7 @@ def test_rank_0_hears_from_more_ranks_than_others_do() -> None:
     lead = Writer(0, 100)
     lines = [connect("127.0.0.1", lead.peers.server.port, SECRET) for _ in range(99)]
     snapshot = IDS[1]
-    lead.peers._done(snapshot)
+    lead.peers._mirrored.note(snapshot)
     for rank, line in enumerate(lines, 1):
         assert lead.mirrored == []
         line.send({"what": "mirrored", "rank": rank, "snapshot": snapshot})

@@ -68,9 +68,9 @@ class Writer:
 
     def join(self) -> None:
         """Wait until its sender, which ends, has freed the slot and its connections."""
-        if self.peers._mirror.ident is not None:
-            self.peers._mirror.join(WAIT_SECONDS)
-            assert not self.peers._mirror.is_alive()
+        if self.peers.ident is not None:
+            self.peers.join(WAIT_SECONDS)
+            assert not self.peers.is_alive()
 
     @property
     def mirrored(self) -> list[str]:

@@ -67,9 +67,8 @@ class FitRun:
             in_whole_steps=self._internals.in_whole_steps,
         )
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, self._run)
-        self.cadence, self.stopping = self._run.cadence, self._run.stopping
         self.end = partial(
-            self.stopping.halt.end,
+            self._run.stopping.halt.end,
             take=lambda reason: self._run.take_last(
                 self._instant(self._kind()), reason, accumulates=self._internals.accumulating
             ),
@@ -97,8 +96,8 @@ class FitRun:
                 "convert_input": self._convert_input,
             }
         )
-        relays = self.stopping.halt.shared is not None and SIGTERM in self.engine.config.preemption.numbers()
-        internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
+        relays = self._run.stopping.halt.shared is not None and SIGTERM in self.engine.config.preemption.numbers()
+        internals.defer_sigterm(lambda: self._run.stopping.watch.stop is not None, relays=relays)
         self._run.step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
@@ -107,7 +106,7 @@ class FitRun:
 
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
-        self.stopping.close()
+        self._run.stopping.close()
         self._internals.unwrap()
         hide_numbers(self._internals.metric_tables["progress_bar"])
         self._run.step_fence.remove()
@@ -145,9 +144,9 @@ class FitRun:
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.resume_run()
         self._announce()
-        self.cadence.start(self.step)
+        self._run.cadence.start(self.step)
         self.engine.times.begin()
-        self.stopping.start(self.step)
+        self._run.stopping.start(self.step)
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training. A resumed run has no sanity check."""
@@ -169,22 +168,22 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        if self.stopping.losses is not None:
-            self.stopping.losses.add(self.step + self._internals.accumulating, outputs)
+        if self._run.stopping.losses is not None:
+            self._run.stopping.losses.add(self.step + self._internals.accumulating, outputs)
         show_numbers(self._run, self._trainer, self._internals)
 
     def close(self) -> None:
         """Training ended by itself: wait until everything is durable."""
-        self.stopping.halt.complete = True
+        self._run.stopping.halt.complete = True
         if self.resume.pending:
             self.resume.publish()
         try:
             self.engine.close()
         finally:
             self.disconnect()
-        if (stop := self.stopping.watch.stop) is not None:
+        if (stop := self._run.stopping.watch.stop) is not None:
             _log.warning("%s: it came when training was complete", stop.notice.who)
-            raise self.stopping.halt.exit_of(stop)
+            raise self._run.stopping.halt.exit_of(stop)
 
     def abort(self, exception: BaseException) -> None:
         """Training failed: no collective, a deadline; what could be saved of it was, see `failed`."""
@@ -192,7 +191,7 @@ class FitRun:
             if (
                 isinstance(exception, both(SIGTERMException))
                 and self._trainer.world_size == 1
-                and not self.stopping.halt.done
+                and not self._run.stopping.halt.done
             ):
                 self._take_on_signal()
             self._run.close_after(exception)
@@ -204,8 +203,8 @@ class FitRun:
         if isinstance(exception, both(SIGTERMException)) and exception.code is None:
             # It came before training began: Lightning ends with 0, which says that the job is complete.
             exception.code = self._run.exit_code
-            _log.warning("SIGTERM before the first step: training stops; %s", self.stopping.watch.run.durable())
-        if (end := self.stopping.halt.end_of(exception)) is not exception:
+            _log.warning("SIGTERM before the first step: training stops; %s", self._run.stopping.watch.run.durable())
+        if (end := self._run.stopping.halt.end_of(exception)) is not exception:
             raise end  # it came meanwhile
 
     # ---- the loops
@@ -234,7 +233,7 @@ class FitRun:
         except Exception as err:
             still_there = self._nothing_came and self._loaders.one_with_workers
             where = str(self._internals.batches_in_total) if still_there else None
-            if (stop := self.stopping.no_batch(err, where)) is not None:
+            if (stop := self._run.stopping.no_batch(err, where)) is not None:
                 raise self.end(stop) from err
             raise
 
@@ -264,7 +263,7 @@ class FitRun:
         self._given, step = self._internals.batches_given, self.step
         self._run.boundary(step, self)
         # In the middle of an accumulation ranks may be at different batches of one step.
-        if self.stopping.halt.shared is None or (
+        if self._run.stopping.halt.shared is None or (
             self._module.automatic_optimization and not self._internals.accumulating
         ):
             self._run.failing.reached(step, self._record)
@@ -317,7 +316,7 @@ class FitRun:
         self._run.fence()
         self._stop.before()
         if self._active and self._internals.ends_mid_epoch:
-            self.stopping.training_over(self.step)
+            self._run.stopping.training_over(self.step)
             if self._run.config.at_end:
                 # A longer run would go on in this epoch, so this must be captured before anything sees its end.
                 self._take_at_end(BoundaryKind.STOPPED)
@@ -327,7 +326,7 @@ class FitRun:
         self._stop.after()
         if not self._active:
             return
-        self.stopping.training_over(self.step)
+        self._run.stopping.training_over(self.step)
         if self._run.config.at_end and not self._end_taken:
             # Weight averaging has not replaced the weights yet; a longer run would go on with these.
             self._take_at_end(BoundaryKind.FINISHED)
@@ -347,7 +346,7 @@ class FitRun:
 
     def _take_at_end(self, kind: BoundaryKind) -> None:
         self._end_taken = True
-        reason = self.cadence.ended(self.step) or "end"
+        reason = self._run.cadence.ended(self.step) or "end"
         self._run.take_at_end(self._instant(kind), reason)  # other callbacks may replace the weights right after this
 
     def _take_on_signal(self) -> None:

@@ -62,7 +62,7 @@ class _Watched(JustBegun):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._run is not None and (decision := self._run.cadence.decision) is not None:
+        if self._run is not None and (decision := self._run.cadence.adaptive.decision) is not None:
             self.wanted_seconds = decision.interval_steps * decision.costs.step_seconds
             self.accounted = self._run.cadence.overhead_fraction
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -177,6 +178,7 @@ def print_away(away: Sequence[UnreachableTier]) -> None:
     print_text(*(f"left out: {one.url}: [{one.code}] {one.reason}" for one in away), fg="red")
 
 
+@dataclass(eq=False)
 class _AtWork:
     """What the command does now, and when something was last said of it.
 
@@ -185,11 +187,10 @@ class _AtWork:
         moves: in a line of the terminal that changes.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._next = math.inf
-        self.now: Callable[[], str] = str
-        self.moves = False
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _next: float = field(default=math.inf, init=False)
+    now: Callable[[], str] = field(default=str, init=False)
+    moves: bool = field(default=False, init=False)
 
     def say(self, line: str) -> None:
         with self.lock:

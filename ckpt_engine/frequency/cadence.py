@@ -14,7 +14,6 @@ from ckpt_engine.frequency.measure import CLEAN_WINDOW, ENOUGH_STEPS, CostMeter,
 from ckpt_engine.frequency.policy import (
     AdaptivePolicy,
     Costs,
-    Decision,
     FarCosts,
     FrequencyPolicy,
     FrequencySettings,
@@ -85,7 +84,7 @@ class Cadence:
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
         self._policy = self.policy_of(settings)
-        self._adaptive = AdaptiveTrigger(settings)
+        self.adaptive = AdaptiveTrigger(settings)
         self._memory = MemoryTrigger(settings.memory or MemoryRhythm())
         self._far: FarCosts | None = None
         self._ranks = ranks
@@ -106,7 +105,7 @@ class Cadence:
         self._steps = StepTimes(self._steps.prior, WARM_UP_STEPS)
         self._account = Account(self._account.earlier)
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
-        self._adaptive.restart(step)
+        self.adaptive.restart(step)
         self._memory.restart(step, now)
         self._in_flight: deque[TakenSnapshot] = deque(maxlen=_MOST_IN_FLIGHT)
         self._settled: list[TakenSnapshot] = []
@@ -145,8 +144,8 @@ class Cadence:
         now, step = self._now(), self._next - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)
         self._policy = self.policy_of(settings)
-        self._adaptive = AdaptiveTrigger(settings)
-        self._adaptive.restart(step)
+        self.adaptive = AdaptiveTrigger(settings)
+        self.adaptive.restart(step)
         self._pending = None
         self._wake_step = -1
 
@@ -222,7 +221,7 @@ class Cadence:
         self._paused += stall + wait
         self._account.paused_seconds += stall + wait
         self._held_back |= wait > 0.0
-        self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
+        self.adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
         self._in_flight.append(TakenSnapshot(step, now - stall, stall))
         self._disturbed = True
         self._pending = self._obstacle = None
@@ -297,7 +296,7 @@ class Cadence:
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
-        self._adaptive.announce(nbytes)
+        self.adaptive.announce(nbytes)
         self._memory.announce(nbytes)
 
     @property
@@ -305,25 +304,20 @@ class Cadence:
         """The interval in force; None before the first snapshot was measured, or where there is none in steps."""
         if self._settings.overhead is None:
             return self._settings.every_n_steps
-        return self.decision.interval_steps if self.decision else None
+        return self.adaptive.decision.interval_steps if self.adaptive.decision else None
 
     @property
     def why(self) -> str:
         """One line that explains the interval."""
         if self._settings.overhead is None:
             return self._fixed.describe()
-        return self.decision.why if self.decision else self._settings.aim
+        return self.adaptive.decision.why if self.adaptive.decision else self._settings.aim
 
     def pace(self) -> dict[str, Any]:
         """The interval in force and why, and how far apart copies to a further tier should be, as JSON; any thread."""
-        far = math.inf if self.decision is None else self.decision.far_seconds
+        far = math.inf if self.adaptive.decision is None else self.adaptive.decision.far_seconds
         far_seconds = far if far < math.inf else None
         return {"interval_steps": self.interval_steps, "why": self.why, "far_seconds": far_seconds}
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision behind `interval_steps`; None without an adaptive trigger or before anything was measured."""
-        return self._adaptive.decision
 
     @property
     def overhead_fraction(self) -> float:
@@ -425,8 +419,8 @@ class Cadence:
             self._account.slowdown_seconds += self._meter.add_cost(settled.stall_seconds, slowdown)
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
-            self._adaptive.uneven = self._steps.uneven
-            self._adaptive.calibrating = not self._steps.enough_for(self._settings.budget)
+            self.adaptive.uneven = self._steps.uneven
+            self.adaptive.calibrating = not self._steps.enough_for(self._settings.budget)
         self._settled.clear()
         if self._held_back or self._basis() != self._decided:  # what time alone changes is for the next review
             self._decide(step)
@@ -451,8 +445,8 @@ class Cadence:
         self._memory.interval_seconds, self._memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds
         if self._settings.overhead is None or not self._meter.known:
             return
-        before = self._adaptive.decision
-        after = self._adaptive.settle(step, wanted, held_back=self._held_back)
+        before = self.adaptive.decision
+        after = self.adaptive.settle(step, wanted, held_back=self._held_back)
         falls_short = not after.bounds.feasible and (before is None or before.bounds.feasible)
         if before is None or after.interval_steps != before.interval_steps:
             why = after.reasons if falls_short else after.why
@@ -464,16 +458,16 @@ class Cadence:
         """Whether the adaptive trigger fires; if not, it is asked again at the moment it names."""
         if self._settings.overhead is None:
             return False
-        if step >= self._adaptive.review_step or self._adaptive.decision is None:
+        if step >= self.adaptive.review_step or self.adaptive.decision is None:
             self._decide(step)
-        if self._adaptive.decision is None and (self._in_flight or not self._steps.known):
+        if self.adaptive.decision is None and (self._in_flight or not self._steps.known):
             self._wake_step = min(self._wake_step, step + 1)
             return False
         quiet = 0 if self._disturbed else step - self._quiet_step
         safe = max([self._durable_instant, *(one.instant for one in self._in_flight)])
         trained = self._account.training_seconds - self._taken_trained
         moment = Moment(step, now, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
-        answer = self._adaptive.ask(moment, self._account)
+        answer = self.adaptive.ask(moment, self._account)
         self._wake_step = min(self._wake_step, answer.again_step)
         self._wake_time = min(self._wake_time, answer.again_time)
         return answer.due

@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ckpt_engine.data import position, private_names
 from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
+from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.followed_loader import FollowedLoader
 from ckpt_engine.loop.loader_requests import LoaderRequests, clock
@@ -51,14 +52,17 @@ class Feed:
         """Batches of the current or last pass that the consumer was given, those before a resume included."""
         self.phase = UNBEGUN
         """Of the current or last pass."""
-        self.progress, self.history = PassProgress(), PassHistory()
+        self.progress = PassProgress()
+        self.history = PassHistory()
         self.skips = 0
         """Passes from now on that were complete before the snapshot: they have no batches."""
         self.says: list[str] = []
         """Why passes over this loader cannot be repeated."""
-        self.requests, self.lead = LoaderRequests(), Lead()
+        self.requests = LoaderRequests()
+        self.lead = Lead()
         self.loader = FollowedLoader(source)
-        self._resumed: State | None = None
+        self.resumed: State | None = None
+        """A loaded state, which waits for the consumer's first batch."""
         self._before = (0, self.history, UNBEGUN, 0)
         self._pass: weakref.ref[_Pass] | None = None
         self._listener: Callable[[], Tracker | None] = weakref.ref(listener)
@@ -75,7 +79,11 @@ class Feed:
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
         dealt = self.position.dealt
-        exhausted = self.position.exhausted if self.loader.source.share else self.loader.has_ended
+        exhausted = (
+            self.position.exhausted
+            if self.loader.source.share
+            else bool(getattr(deref(self.loader.outer), self.loader.source.ended))
+        )
         return self.delivered > 0 and (
             exhausted or self.delivered == (self.loader.length if dealt is None else dealt[1])
         )
@@ -84,11 +92,6 @@ class Feed:
     def running(self) -> Any:
         """The pass that the consumer is in; None if there is none."""
         return self._pass() if self.phase in OPEN and self._pass is not None else None
-
-    @property
-    def resuming(self) -> bool:
-        """A loaded state waits for the consumer's first batch."""
-        return self._resumed is not None
 
     @property
     def restoration(self) -> Restoration | None:
@@ -153,7 +156,7 @@ class Feed:
 
     def state(self) -> State:
         """Where the consumer is, at a fetch boundary of any feed."""
-        if self._resumed is None and self.phase in OPEN and (self.delivered > 0 or self.loader.has_begun):
+        if self.resumed is None and self.phase in OPEN and (self.delivered > 0 or self.loader.has_begun):
             state = self._assemble(self._position(), self.trained_on, self.progress.count)
             known = None if self.lead.unclear else self.lead.ahead  # else a resumed run finds out, and says so
             return state | {"open": True, "trained": self.progress.trained, "ahead": known}
@@ -161,8 +164,8 @@ class Feed:
 
     def next_pass_state(self) -> State:
         """Where the consumer will be when it starts its next pass."""
-        if self._resumed is not None:
-            return self._resumed
+        if self.resumed is not None:
+            return self.resumed
         return self._assemble(self.position.next_epoch_state(), 0, self.loader.passes)
 
     def load(self, state: State, streams: Mapping[str, Any] | None, on_change: OnChange = OnChange.REFUSE) -> None:
@@ -190,10 +193,14 @@ class Feed:
         elif state.get("open") and state["delivered"] and state["position"]["phase"] == "fresh":
             # A wrapper has found the end ahead of its consumer, who still asks that pass once more, for nothing.
             state = {**state, "over": True, "delivered": 0, "counter": state["counter"] + 1}
-        self._resumed = state
+        self.resumed = state
         self.delivered, self.phase = int(state["delivered"]), self.phase.to(UNBEGUN)
-        starts_only, longest = bool(state["starts_only"]), state.get("longest")
-        self.history = replace(self.history, epochs=int(state["epochs"]), starts_only=starts_only, longest=longest)
+        self.history = replace(
+            self.history,
+            epochs=int(state["epochs"]),
+            starts_only=bool(state["starts_only"]),
+            longest=state.get("longest"),
+        )
         if (ahead := state.get("ahead")) is not None:
             self.lead.ahead = self.lead.recorded = ahead
             self.position.lookahead = self.loader.source.lookahead + ahead
@@ -212,9 +219,9 @@ class Feed:
 
     def forget(self) -> None:
         """The next pass starts by itself: what was loaded, and not begun yet, does not count any more."""
-        if self._resumed is None:
+        if self.resumed is None:
             return
-        self._resumed = self.loader.streams = None
+        self.resumed = self.loader.streams = None
         self.delivered, self.history, phase, self.loader.passes = self._before
         if self.phase is UNBEGUN:
             self.phase = self.phase.to(phase)
@@ -222,8 +229,8 @@ class Feed:
 
     def leave(self) -> None:
         """The loop went on without asking for a batch of the resumed pass, and left it, as the saved one did."""
-        if self._resumed is not None and (self.delivered or self._resumed.get("over")):
-            self._resumed = None
+        if self.resumed is not None and (self.delivered or self.resumed.get("over")):
+            self.resumed = None
             self.position.leave()
 
     def release(self) -> None:
@@ -243,7 +250,7 @@ class Feed:
         if instead is not None:
             return instead
         self.loader.has_begun = False
-        over = self._resumed is not None and self._resumed.get("over")
+        over = self.resumed is not None and self.resumed.get("over")
         return self._begin(iter(()) if over else make())
 
     def _before_pass(self) -> Iterator[Any] | None:
@@ -257,7 +264,7 @@ class Feed:
         return iter(())
 
     def _begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        resumed = self._resumed
+        resumed = self.resumed
         if resumed is None:
             self.delivered = 0
         within = self.delivered > 0
@@ -286,8 +293,7 @@ class Feed:
             return
         self.phase, self.requests.left_at = self.phase.to(phase), next(clock)
         if self.progress.trained:
-            starts_only = not self.progress.interior
-            self.history = replace(self.history, epochs=self.history.epochs + 1, starts_only=starts_only)
+            self.history = replace(self.history, epochs=self.history.epochs + 1, starts_only=not self.progress.interior)
         if (listener := self._listener()) is not None:
             listener.over(self)
 
@@ -333,7 +339,7 @@ class _Pass(Proxy):
             feed.requests.asked_at = next(clock)
             if (listener := feed._listener()) is not None:
                 listener.asked(feed)
-            feed._resumed = None
+            feed.resumed = None
             if feed.phase is BEGUN:
                 feed._run()
         try:

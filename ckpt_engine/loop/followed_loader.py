@@ -19,7 +19,6 @@ class FollowedLoader:
         source: the loader.
 
     Attributes:
-        kind: its class, for reports.
         outer: what the consumer iterates.
         source: the source without its loaders.
         length: batches of a pass, where a sampler says so.
@@ -28,7 +27,6 @@ class FollowedLoader:
     """
 
     def __init__(self, source: LoaderSource) -> None:
-        self.kind = type(source.outer).__name__
         # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
         # forked meanwhile would try to join its siblings.
         self.outer = weakref.ref(source.outer)
@@ -46,11 +44,6 @@ class FollowedLoader:
     def passes(self, count: int) -> None:
         if self.source.counter:
             setattr(deref(self.outer), self.source.counter, count)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it says that it has given its last batch: asked where no batch of the torch loader is fetched."""
-        return bool(getattr(deref(self.outer), self.source.ended))
 
     def begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The torch loader inside has made this iterator."""

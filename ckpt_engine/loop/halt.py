@@ -186,11 +186,11 @@ class Halt(Ending):
         """Everything is durable: one line says what the run has, unless what has ended it says so."""
         if self.complete and self.stop is None and (self.shared is None or self.shared.together.verdicts.leads):
             fraction, at_most = self._cadence.overhead_fraction, self._engine.config.overhead
-            budget = "" if self._cadence.decision is None else f" of {share(at_most)}"
+            budget = "" if self._cadence.adaptive.decision is None else f" of {share(at_most)}"
             if not budget and self._cadence.interval_steps is not None and fraction > at_most:
                 budget = " (every_n_steps is set: no budget applies)"
             overhead = f"overhead {share(fraction)}{budget}"
-            if (decision := self._cadence.decision) is not None and decision.costs.hook_share > at_most / 10.0:
+            if (decision := self._cadence.adaptive.decision) is not None and decision.costs.hook_share > at_most / 10.0:
                 overhead += f", {share(decision.costs.hook_share)} in hooks of each step"
             loaded = self._engine.loaded
             resumed = None if loaded is None else (loaded.info.step, loaded.place)

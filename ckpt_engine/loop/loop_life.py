@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from ckpt_engine.loop import components
 from ckpt_engine.loop.components import Components
 from ckpt_engine.loop.feed import Feed
-from ckpt_engine.loop.phases import ARRIVED, CLOSED, FRESH, RESTORING, TRAINING
+from ckpt_engine.loop.phases import ARRIVED, CLOSED, FRESH, RESTORING, TRAINING, LoopPhase
 
 
+@dataclass(eq=False)
 class LoopLife:
     """Where a loop is in its life, see `LoopPhase`.
 
@@ -20,12 +22,11 @@ class LoopLife:
         put_back: loaders that are at their saved place again, as nothing was trained on what they have given.
     """
 
-    def __init__(self) -> None:
-        self.phase = FRESH
-        self.resumed: Feed | None = None
-        self.batches = 0
-        self.put_back: list[Feed] = []
-        self._gradient_hooks = ExitStack()
+    phase: LoopPhase = field(default=FRESH, init=False)
+    resumed: Feed | None = field(default=None, init=False)
+    batches: int = field(default=0, init=False)
+    put_back: list[Feed] = field(default_factory=list, init=False)
+    _gradient_hooks: ExitStack = field(default_factory=ExitStack, init=False)
 
     def resume(self, feed: Feed) -> None:
         """The loop is on its way to the place where it asked `feed` for a batch."""
@@ -38,7 +39,7 @@ class LoopLife:
 
     def awaits(self, feed: Feed) -> bool:
         """Whether a resumed loop has not asked for the first batch of this loader yet."""
-        return self.phase is RESTORING and feed.resuming
+        return self.phase is RESTORING and feed.resumed is not None
 
     def watch(self, parts: Components) -> None:
         """The saved pass begins. If it sees no gradient, it does not use up the saved position."""

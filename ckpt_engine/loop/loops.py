@@ -88,7 +88,7 @@ class Loops:
                 feed.lead.starts(ask)
         if ask is None or not ask.of_user:
             return []
-        saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
+        saved = self._saved.get("around", {}).get(feed.name) if feed.resumed is not None and feed.delivered else None
         first = feed.name not in self._around and ask.is_in_generator()
         around = Around(feed.running, ask, everywhere=first or saved is not None)
         if around.keeps:
@@ -115,12 +115,11 @@ class Loops:
         """A pass has ended, or was left."""
         counts, given, kept = self._around.get(feed.name, ([], 0, False))
         self._around[feed.name] = (later(counts, feed.delivered - given), 0, kept)
-        requests = feed.requests
         others = [one for one in self._feeds if one is not feed and one.progress.trained]
         shared = feed.phase is ENDED and any(
-            one.phase in OPEN and one.requests.place == requests.place for one in others
+            one.phase in OPEN and one.requests.place == feed.requests.place for one in others
         )
-        left = not any(one.phase in OPEN or one.requests.begun_at > requests.begun_at for one in others)
+        left = not any(one.phase in OPEN or one.requests.begun_at > feed.requests.begun_at for one in others)
         feed.history = replace(feed.history, alone=feed.progress.trained and (left or shared))
         if not self._saved:
             feed.leave()  # the loop trains again: a `zip` ended by another loader, for one

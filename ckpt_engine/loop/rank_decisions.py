@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -90,6 +90,7 @@ class RankDecision:
     diverged: dict[str, Any] | None = None
 
 
+@dataclass(eq=False)
 class Decisions:
     """What rank 0 has decided, in the store; each is handled once, in order.
 
@@ -97,11 +98,10 @@ class Decisions:
         ranks: all of them.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._all: deque[RankDecision] = deque(maxlen=_REMEMBERED)
-        self._text: str | None = None
-        self._handled = 0
+    _ranks: Ranks
+    _all: deque[RankDecision] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), init=False)
+    _text: str | None = field(default=None, init=False)
+    _handled: int = field(default=0, init=False)
 
     def publish(self, one: RankDecision) -> None:
         """On rank 0."""

@@ -391,4 +391,4 @@ class LoopResume(Resume):
 
 
 def _inexact_of(feed: Feed) -> list[NotRestored]:
-    return inexact(f"position of {feed.name!r}, a {feed.loader.kind}", feed.restoration)
+    return inexact(f"position of {feed.name!r}, a {type(feed.loader.outer()).__name__}", feed.restoration)

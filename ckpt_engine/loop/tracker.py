@@ -260,7 +260,7 @@ class Tracker(LoopProgress):
             self._run.capture.audit.begin("batch")
             self._run.capture.audit.boundary(self._counters(feed), taking=False)
         if life.phase is RESTORING and feed is life.resumed:
-            if feed.resuming:
+            if feed.resumed is not None:
                 self._run.capture.audit.begin("batch")
                 self._resume.at_first_fetch()
                 self._run.begins(feed.lead.ahead or 0)

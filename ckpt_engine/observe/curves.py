@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class Curve(Protocol):
         """What was written after `marks` goes. Returns what stays nevertheless, or ""."""
 
 
+@dataclass(eq=False)
 class Curves:
     """All loggers of a run, on the rank that logs. Training thread only.
 
@@ -53,11 +55,10 @@ class Curves:
         curves: in the trainer's order.
     """
 
-    def __init__(self, root_url: str, curves: Sequence[Curve]) -> None:
-        self._root_url = root_url
-        self._curves = curves
-        self._problems: list[NotRestored] = []
-        self._failed: set[str] = set()
+    _root_url: str
+    _curves: Sequence[Curve]
+    _problems: list[NotRestored] = field(default_factory=list, init=False)
+    _failed: set[str] = field(default_factory=set, init=False)
 
     def __bool__(self) -> bool:
         return bool(self._curves)

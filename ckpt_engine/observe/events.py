@@ -285,6 +285,7 @@ def from_json(data: Mapping[str, Any]) -> Event:
     return KINDS[data["event"]](**fields)
 
 
+@dataclass(eq=False)
 class LogSink:
     """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug.
 
@@ -293,12 +294,10 @@ class LogSink:
     costs more than it saves.
     """
 
-    def __init__(self, logger: logging.Logger | None = None) -> None:
-        self._logger = logger or LOG
-        self._failing: dict[str, tuple[tuple[str, str], int]] = {}
-        """By tier: why snapshots fail there, and how many have in a row."""
-        self._interval: int | None = None
-        """The one that users know of, or that there was at first."""
+    _failing: dict[str, tuple[tuple[str, str], int]] = field(default_factory=dict, init=False)
+    """By tier: why snapshots fail there, and how many have in a row."""
+    _interval: int | None = field(default=None, init=False)
+    """The one that users know of, or that there was at first."""
 
     def emit(self, event: Event) -> None:
         level, count = level_of(event), 1
@@ -307,15 +306,13 @@ class LogSink:
             level = level if str(count) == "1" + "0" * (len(str(count)) - 1) else logging.DEBUG
         elif isinstance(event, SnapshotCommitted) and event.tier in self._failing:
             _, failed = self._failing.pop(event.tier)
-            self._logger.warning(
-                "step %d: snapshots become durable on %s again, %d failed", event.step, event.tier, failed
-            )
+            LOG.warning("step %d: snapshots become durable on %s again, %d failed", event.step, event.tier, failed)
         elif isinstance(event, IntervalChanged) and self._matters(event):
             often = f"step {event.step:,}: snapshots every {event.interval_steps:,} steps"
-            announce(self._logger, line(event), line=f"{often} ({event.binding}) → ckpt explain interval")
+            announce(LOG, line(event), line=f"{often} ({event.binding}) → ckpt explain interval")
             return
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", line(event, count=count))
+        if LOG.isEnabledFor(level):
+            LOG.log(level, "%s", line(event, count=count))
 
     def _matters(self, event: IntervalChanged) -> bool:
         """Whether users see it by default."""

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from ckpt_engine.observe.number_types import Positive
@@ -85,6 +85,7 @@ def limit_of(usual: Sequence[float]) -> float:
     return median + SPREADS * max(spread, LEAST_SPREAD * abs(median))
 
 
+@dataclass(eq=False)
 class LossGuard:
     """Judges losses one after the other. Losses that are far above do not become usual.
 
@@ -92,11 +93,10 @@ class LossGuard:
         on: what counts.
     """
 
-    def __init__(self, on: On) -> None:
-        self._on = on
-        self._usual: deque[float] = deque(maxlen=WINDOW)
-        self._first = 0
-        self._in_a_row = 0
+    _on: On
+    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW), init=False)
+    _first: int = field(default=0, init=False)
+    _in_a_row: int = field(default=0, init=False)
 
     @property
     def suspicious(self) -> bool:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,7 @@ def _make_instruments() -> None:
         make(f"ckpt.{name}", [partial(_observed, name)], description=meaning)
 
 
+@dataclass(eq=False)
 class StatusPage:
     """Shows how a run stands from `start` to `close`. Neither waits for training, nor does training wait for it.
 
@@ -106,16 +108,13 @@ class StatusPage:
         numbers: more numbers of the moment; called on threads.
     """
 
-    def __init__(
-        self, options: Status, outlook: Callable[[], dict[str, Any]], numbers: Callable[[], Mapping[str, float]]
-    ) -> None:
-        self._options = options
-        self._outlook = outlook
-        self._numbers = numbers
-        self._ending = threading.Event()
-        self._failed = False
-        self._ends = ExitStack()
-        self._owner = os.getpid()
+    _options: Status
+    _outlook: Callable[[], dict[str, Any]]
+    _numbers: Callable[[], Mapping[str, float]]
+    _ending: threading.Event = field(default_factory=threading.Event, init=False)
+    _failed: bool = field(default=False, init=False)
+    _ends: ExitStack = field(default_factory=ExitStack, init=False)
+    _owner: int = field(default_factory=os.getpid, init=False)
 
     def start(self) -> None:
         """Start what the options ask for."""

@@ -121,8 +121,10 @@ class PreemptionWatch:
     @property
     def stop(self) -> Stop | None:
         """The stop that leaves the least time, if there is any. Any thread."""
-        found = [one for one in (self.signals.heard, self._noticed, self._requested) if one is not None]
-        return min(map(self._stop_of, found), key=lambda one: one.deadline) if found else None
+        found = (one for one in (self.signals.heard, self._noticed, self._requested) if one is not None)
+        usual = self.grace_seconds
+        stops = (Stop(one, one.instant + (usual if one.grace_seconds is None else one.grace_seconds)) for one in found)
+        return min(stops, key=lambda one: one.deadline, default=None)
 
     def attend(self) -> None:
         """The training thread has reached a boundary and takes care of the stop."""
@@ -145,12 +147,6 @@ class PreemptionWatch:
     def outlook(self) -> dict[str, Any]:
         """How the run stands now. Any thread."""
         return self.run.to_json(self.stop)
-
-    # ------------------------------------------------------------------ what is known
-
-    def _stop_of(self, notice: StopNotice) -> Stop:
-        grace = self.grace_seconds if notice.grace_seconds is None else notice.grace_seconds
-        return Stop(notice, notice.instant + grace)
 
     # ------------------------------------------------------------------ the thread
 
@@ -255,7 +251,8 @@ def open_watch(
         urls = [share_place(urls[0], ranks.rank)]  # the rest is for the coordinator
     ledger = Ledger(urls, clock)
     nearest = Repository(open_storage(config.root_url, config.tiers[0].for_storage()))
-    now, spare_seconds = clock.monotonic, _SPARE_SECONDS if ranks is None else _SPARE_SECONDS + _MEETING_SECONDS
+    now = clock.monotonic
+    spare_seconds = _SPARE_SECONDS if ranks is None else _SPARE_SECONDS + _MEETING_SECONDS
     flush = MemoryFlush(lambda: _flush(config.root_url, ranks), ledger, now, spare_seconds)
     run = RunOutlook(ledger, now, config.slots, LoopSteps(now(), now()), flush, divided)
     newest = partial(_newest_step, nearest)

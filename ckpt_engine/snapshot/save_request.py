@@ -85,6 +85,7 @@ class Request:
         )
 
 
+@dataclass(eq=False, repr=False)
 class SaveHandle:
     """One `save`. Training thread only.
 
@@ -104,16 +105,15 @@ class SaveHandle:
         ...     print(handle.wait(timeout=60))  # its id
     """
 
-    def __init__(self, pipeline: Pipeline, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
-        self._pipeline = pipeline
-        self.step = step
-        self.stall_seconds = 0.0
-        self.skipped = skipped
-        self.durable = durable
-        self.held = False
-        self.snapshot: str | None = None
-        self.error: CkptError | None = None
-        self.has_raised = False
+    _pipeline: Pipeline
+    step: int
+    durable: bool = field(default=True, kw_only=True)
+    skipped: str | None = field(default=None, kw_only=True)
+    stall_seconds: float = field(default=0.0, init=False)
+    held: bool = field(default=False, init=False)
+    snapshot: str | None = field(default=None, init=False)
+    error: CkptError | None = field(default=None, init=False)
+    has_raised: bool = field(default=False, init=False)
 
     def done(self) -> bool:
         """Whether the outcome is known: durable, in memory, failed or skipped. Never blocks."""

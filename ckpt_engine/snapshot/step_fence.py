@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ckpt_engine.snapshot.ownership import leavers
 Fence = Callable[[], object]
 
 
+@dataclass(eq=False)
 class StepFence:
     """A process-wide hook on `torch.optim.Optimizer.step`, for steps that are not announced.
 
@@ -31,12 +33,11 @@ class StepFence:
     anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.
     """
 
-    def __init__(self, fence: Fence) -> None:
-        self._fence = fence
-        self.uses_left: set[int] = set()
-        self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
-        self._reported: set[type] = set()
-        self._handle: RemovableHandle | None = None
+    _fence: Fence
+    uses_left: set[int] = field(default_factory=set, init=False)
+    _stepped: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet, init=False)
+    _reported: set[type] = field(default_factory=set, init=False)
+    _handle: RemovableHandle | None = field(default=None, init=False)
 
     def install(self) -> None:
         """Start watching; harmless when installed already."""

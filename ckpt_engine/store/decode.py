@@ -98,16 +98,18 @@ class ReadLimiter:
             self._free.release()
 
 
+@dataclass(eq=False)
 class BufferPool:
     """Memory that is used again: the first touch of new memory takes as long as decoding. Thread safe.
 
     `turns` are for what takes much of it: one more than there are cores, so that one can read.
     """
 
-    def __init__(self) -> None:
-        self.turns = ReadLimiter(len(os.sched_getaffinity(0)) + 1, "decoding")
-        self._lock = threading.Lock()
-        self._spare: list[mmap.mmap] = []
+    turns: ReadLimiter = field(
+        default_factory=lambda: ReadLimiter(len(os.sched_getaffinity(0)) + 1, "decoding"), init=False
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _spare: list[mmap.mmap] = field(default_factory=list, init=False)
 
     def take(self, nbytes: int) -> memoryview:
         """So many bytes, of any content."""

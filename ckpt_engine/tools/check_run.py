@@ -177,7 +177,6 @@ class Checker:
         self, repository: Repository, advance: Callable[[int], object], verified: VerifiedFiles | None = None
     ) -> None:
         self._repository = repository
-        self._storage = repository.storage
         self._advance = advance
         self._verified = verified or VerifiedFiles(repository.storage)
         self._good: set[tuple[str, int, int, str]] = set()
@@ -199,13 +198,13 @@ class Checker:
 
     def check_others(self) -> tuple[SnapshotProblem, ...]:
         """What is wrong with the files that are of no snapshot: `SnapshotProblem.file` names them."""
-        listed = [item.name for item in self._storage.list("")]
+        listed = [item.name for item in self._repository.storage.list("")]
         checks = ((name, self._other(name)) for name in listed)
         found = [one for name, check in checks if check is not None for one in self._found(name, check)]
         parity = [one for one in map(names.parity_of, listed) if one and str(one) not in self._verified.times]
         for name in parity:
             try:
-                damaged = FileParity(self._storage, name).damaged_parts(self._advance)
+                damaged = FileParity(self._repository.storage, name).damaged_parts(self._advance)
             except StorageError as err:
                 found.append(SnapshotProblem(err.code, err.message, str(name)))
                 continue
@@ -238,7 +237,7 @@ class Checker:
         problems: list[SnapshotProblem] = []
         for _ in range(_LOOKS):  # a running writer may be writing it
             try:
-                check(self._storage.get(name), f"{self._storage.url}/{name}")
+                check(self._repository.storage.get(name), f"{self._repository.storage.url}/{name}")
             except StorageMissingError:
                 return []  # removed meanwhile
             except FormatError as err:
@@ -251,7 +250,7 @@ class Checker:
         return problems
 
     def _record(self, text: bytes) -> None:
-        run, snapshots = parse_record(text, self._storage.url).run, self._repository.run_of_manifests()
+        run, snapshots = parse_record(text, self._repository.storage.url).run, self._repository.run_of_manifests()
         if snapshots not in (None, run):
             raise CorruptError(f"it is of run {run}, the snapshots are of {snapshots}")
 
@@ -270,7 +269,7 @@ class Checker:
         except FormatError as err:
             problems.append(SnapshotProblem(err.code, err.message, name))
         read_bytes = 0
-        sizes = {item.name: item.nbytes for item in self._storage.list(names.DATA)}
+        sizes = {item.name: item.nbytes for item in self._repository.storage.list(names.DATA)}
         stored, whole = _by_file(manifest)
         for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
             pieces = stored.get(file, {})
@@ -294,7 +293,7 @@ class Checker:
                 self._advance(done)
             if len(problems) == before:
                 self._verified.add(key)
-            elif restored(self._storage, file) is not None:
+            elif restored(self._repository.storage, file) is not None:
                 problems[before:] = [replace(one, mendable=True) for one in problems[before:]]
         return problems, read_bytes
 
@@ -309,8 +308,8 @@ class Checker:
     def _header(self, name: str, entries: Mapping[str, Entry]) -> Iterator[SnapshotProblem]:
         """The container's own header, which the digests do not cover and other programs read."""
         try:
-            nbytes = container.header_nbytes(self._storage.get(name, 0, 8))
-            header = container.parse_header(self._storage.get(name, 0, nbytes))
+            nbytes = container.header_nbytes(self._repository.storage.get(name, 0, 8))
+            header = container.parse_header(self._repository.storage.get(name, 0, nbytes))
         except CkptError as err:
             yield SnapshotProblem(err.code, f"header: {err.message}", name)
             return
@@ -337,7 +336,7 @@ class Checker:
         start, stop = span[0].piece.offset, span[-1].piece.offset + span[-1].piece.nbytes
         buffer = memoryview(bytearray(stop - start))
         try:
-            self._storage.get_into(name, start, buffer)
+            self._repository.storage.get_into(name, start, buffer)
         except CkptError as err:
             if len(span) == 1:
                 return [SnapshotProblem(err.code, err.message, name, span[0].entry)], stop - start

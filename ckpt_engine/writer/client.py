@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -75,6 +76,7 @@ class WriterLife(IntEnum):
     """It has ended unasked."""
 
 
+@dataclass(eq=False)
 class WriterClient(abc.ABC):
     """A started writer. What jobs refer to MUST be sent before the first of them.
 
@@ -92,22 +94,21 @@ class WriterClient(abc.ABC):
     _continues = "continues it"
     """What it does with what is missing when the trainer waits no more."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.news: deque[Message] = deque()
-        self._open: dict[int, PersistJob] = {}
-        self._lost: ErrorRecord | None = None
-        """Why nothing more will come, if so."""
-        self._changed = threading.Condition()
-        self._life = WriterLife.SERVING
-        self._close_by = 0.0
-        self._owner = os.getpid()
-        self._told: tuple[Collection[int], Layout | None, Mapping[str, Any]] = ((), None, {})
-        """The slots, the layout and the skeletons that the writer knows."""
-        self._answer: Started | CkptError | None = None
-        """What it said when it started, or why it has not; None: it has not answered yet."""
-        self._closed = threading.Event()
-        """Nothing more comes that the trainer waits for."""
+    _url: str
+    news: deque[Message] = field(default_factory=deque, init=False)
+    _open: dict[int, PersistJob] = field(default_factory=dict, init=False)
+    _lost: ErrorRecord | None = field(default=None, init=False)
+    """Why nothing more will come, if so."""
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _life: WriterLife = field(default=WriterLife.SERVING, init=False)
+    _close_by: float = field(default=0.0, init=False)
+    _owner: int = field(default_factory=os.getpid, init=False)
+    _told: tuple[Collection[int], Layout | None, Mapping[str, Any]] = field(default=((), None, {}), init=False)
+    """The slots, the layout and the skeletons that the writer knows."""
+    _answer: Started | CkptError | None = field(default=None, init=False)
+    """What it said when it started, or why it has not; None: it has not answered yet."""
+    _closed: threading.Event = field(default_factory=threading.Event, init=False)
+    """Nothing more comes that the trainer waits for."""
 
     @property
     def started(self) -> Started:

@@ -75,6 +75,7 @@ class SessionSnapshots(Container[str]):
         return found
 
 
+@dataclass(eq=False)
 class Gathering(CommitStrategy):
     """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
 
@@ -92,25 +93,15 @@ class Gathering(CommitStrategy):
 
     is_shared = True
 
-    def __init__(
-        self,
-        ranks: RankConfig,
-        in_flight: SessionSnapshots,
-        progress: CallProgress,
-        still_ours: Callable[[], object],
-        alone: threading.Event,
-        alone_seconds: float = ALONE_SECONDS,
-        say: Callable[[str], object] = lambda _: None,
-    ) -> None:
-        self._say = say
-        self._differing = ""
-        """What was reported of replicas last."""
-        self._alone_seconds = alone_seconds
-        self._ranks = ranks
-        self.in_flight: SessionSnapshots = in_flight
-        self._progress = progress
-        self._still_ours = still_ours
-        self._alone = alone
+    _ranks: RankConfig
+    in_flight: SessionSnapshots = field()  # not the default of its base
+    _progress: CallProgress
+    _still_ours: Callable[[], object]
+    _alone: threading.Event
+    _alone_seconds: float = ALONE_SECONDS
+    _say: Callable[[str], object] = lambda _: None
+    _differing: str = field(default="", init=False)
+    """What was reported of replicas last."""
 
     def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
         """Raises `WaitTimeoutError` if a part does not come, `SnapshotFailedError` if the parts make no snapshot."""

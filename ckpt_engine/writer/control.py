@@ -219,8 +219,7 @@ class ControlHandlers:
         trainer_lives: Callable[[], bool],
         bye: Callable[[], object],
     ) -> None:
-        self._ranks, self._peers = queue.persister.config.ranks, queue.peers
-        self._memory, self._flush = queue.held, queue.flush
+        self._queue = queue
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
@@ -262,25 +261,29 @@ class ControlHandlers:
         return self._snapshot(request.get("snapshot"))
 
     def _list(self) -> Reply | None:
-        ids = self._memory.ids()
+        ids = self._queue.held.ids()
         if ids is None:
             return None
         body: Body = {"held": ids}
-        if self._ranks.several:
-            body["node"] = self._ranks.node
-        if self._peers is not None:
-            body |= {"host": self._peers.server.host, "port": self._peers.server.port, "secret": self._ranks.session}
-            body |= {"group": list(self._peers.parity.group), "parity": self._peers.parity.ids()}
+        if (ranks := self._queue.persister.config.ranks).several:
+            body["node"] = ranks.node
+        if self._queue.peers is not None:
+            body |= {
+                "host": self._queue.peers.server.host,
+                "port": self._queue.peers.server.port,
+                "secret": ranks.session,
+            }
+            body |= {"group": list(self._queue.peers.parity.group), "parity": self._queue.peers.parity.ids()}
         return Reply(body)
 
     def _snapshot(self, wanted: object) -> Reply | None:
         try:
-            return self._memory.offer(None if wanted is None else str(wanted))
+            return self._queue.held.offer(None if wanted is None else str(wanted))
         except (CkptError, OSError, ValueError) as err:
             return nothing(str(err))
 
     def _parity(self, wanted: str) -> Reply:
-        found = self._peers.parity.get(wanted) if self._peers is not None else None
+        found = self._queue.peers.parity.get(wanted) if self._queue.peers is not None else None
         if found is None:
             return nothing(f"the parity of {wanted} is not kept here")
         shares = [asdict(share) for share in found.shares]
@@ -293,29 +296,29 @@ class ControlHandlers:
     def _flushed(self, _: Body) -> Reply:
         if not (self._attended and self._trainer_lives()):
             return Reply({"step": None, "why": "its trainer is gone: what it left becomes durable anyway"})
-        step = self._flush()
+        step = self._queue.flush()
         return Reply({"step": step} if step is not None else {"step": None, "why": "no snapshot is in memory"})
 
     def _take_leave(self, _: Body) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
         self.said_bye = True
-        self._memory.let_go()
+        self._queue.held.let_go()
         self._bye()
         return Reply({"ok": True})
 
     def _status(self, _: Body) -> Reply:
-        newest = self._memory.newest
+        newest = self._queue.held.newest
         return Reply(
             {
                 "pid": os.getpid(),
                 "trainer": self._attended and self._trainer_lives(),
                 "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
                 "held_created": None if newest is None else newest.job.created,
-                "beat": (beat := self._memory.beat) and asdict(beat),
-                "spent": (spent := self._memory.spent()) and asdict(spent),
-                "pace": dict(self._memory.pace),
-                **self._memory.recent.to_json(),
+                "beat": (beat := self._queue.held.beat) and asdict(beat),
+                "spent": (spent := self._queue.held.spent()) and asdict(spent),
+                "pace": dict(self._queue.held.pace),
+                **self._queue.held.recent.to_json(),
             }
         )
 

@@ -89,7 +89,7 @@ class JobQueue(threading.Thread):
 
         return Peers(
             config.ranks,
-            lambda: self.persister.run if self.opened else None,
+            lambda: self.persister.primary.run if self.opened else None,
             lambda order: self.rescue.caught_up() and self.held.intact(order),
             self._hooks.emit,
         )
@@ -189,7 +189,7 @@ class JobQueue(threading.Thread):
             self.persister.leave_alone()
             self._changed.notify()
         if self.persister.config.memory:
-            self.held.seal(self.persister.run)
+            self.held.seal(self.persister.primary.run)
 
     def disown(self) -> None:
         """The trainer has hung up and lives: exit after what is queued. What is in memory may change now."""
@@ -199,7 +199,7 @@ class JobQueue(threading.Thread):
             self._finishing = True
             self._changed.notify()
         if self.persister.config.memory:
-            self.held.seal(self.persister.run)
+            self.held.seal(self.persister.primary.run)
 
     def skip_waiting(self) -> None:
         """Exit after the message at hand and what is in memory, leaving further tiers as they are."""
@@ -213,28 +213,26 @@ class JobQueue(threading.Thread):
 
     def run(self) -> None:
         """The thread."""
-        broken: str | None = None
         try:
             started = self._open()
             if started is not None:
                 self._serve(started)
         except BaseException:  # noqa: BLE001 - reported to the trainer, which starts a new writer
-            broken = traceback.format_exc()
+            self._broken = traceback.format_exc()
         finally:
-            broken = broken or self._broken
             self._let_go()  # further tiers may take long yet, and need no memory
             try:
                 self.persister.close(self._hooks.ending)
                 self._hooks.finish(self._hooks.ending if self.opened else None)
-                if self.opened and broken is None:
+                if self.opened and self._broken is None:
                     self.persister.drain()
             except Exception:  # noqa: BLE001 - reported like any other: the trainer must not wait for a thread that is gone
-                broken = broken or traceback.format_exc()
+                self._broken = self._broken or traceback.format_exc()
             self.persister.secondary.stop()
             with self._changed:
                 self._let_go()
                 self.ended = True
-            self._on_exit(broken)
+            self._on_exit(self._broken)
 
     def _let_go(self) -> None:
         with self._changed:

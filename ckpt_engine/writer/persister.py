@@ -81,11 +81,6 @@ class Persister:
         self._parity: Sequence[Future[None]] | None = () if config.parity is not None and config.ranks.leads else None
         """The thread that makes it, if there has been one; None: this writer makes none."""
 
-    @property
-    def run(self) -> RunText:
-        """Of the run, from `open` on."""
-        return self._primary.run
-
     def open(self, spent: Callable[[], SpentTimes | None] = lambda: None) -> Started:
         """Take the lease and make the run's folder ready. Several ranks number snapshots from the first number on.
 
@@ -113,7 +108,7 @@ class Persister:
         self.secondary.place(plain, holder)
         ranks = config.ranks
         if not ranks.leads:  # another rank's writer has the lease
-            self._primary = self._tier_at(Repository(storage), None, None, KeepAll(), None)
+            self.primary = self._tier_at(Repository(storage), None, None, KeepAll(), None)
             self._opened = True
             return Started(0, None)
         for tier in config.tiers:
@@ -139,9 +134,9 @@ class Persister:
                 for newest in repository.ids()[-1:]:
                     self._report.emit(SnapshotFound(newest.id, newest.step, config.url))
             again = partial(acquire, plain, holder)
-            self._primary = self._tier_at(repository, lease, again, policy, in_flight)
+            self.primary = self._tier_at(repository, lease, again, policy, in_flight)
             self._attempts = AttemptRecord(
-                plain, holder, ranks.size, self._primary.check_lease, self._report.emit, spent
+                plain, holder, ranks.size, self.primary.check_lease, self._report.emit, spent
             )
             self._attempts.begin()
             if len(ranks.places) > 1 and not (ranks.rank or config.tiers):
@@ -179,7 +174,7 @@ class Persister:
 
     def cancel(self, snapshot: str, why: str) -> None:
         """This rank has no part in a snapshot that all ranks take."""
-        cancel = partial(self._primary.cancel, snapshot, why)
+        cancel = partial(self.primary.finish.cancel, self.primary.repository, snapshot, why)
         try:
             cancel() if self.config.ranks.leads else self._lane.call(cancel)
         except StorageStalledError as err:
@@ -232,7 +227,7 @@ class Persister:
     def _release(self, ending: str | None) -> None:
         with suppress(StorageError):  # not reached is not removed
             alone = not (self.config.tiers or self.config.ranks.several)
-            if alone and (gone := self._primary.removed()) is not None:
+            if alone and (gone := self.primary.removed()) is not None:
                 parsed, why = names.parse_id(gone), "it was removed after it had become durable"
                 step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
                 self._report.emit(SnapshotFailed(gone, step, self.config.url, code, why))
@@ -240,7 +235,7 @@ class Persister:
             self._attempts.end(ending)
         self.rows.end()
         try:
-            self._primary.release()
+            self.primary.release()
         except (CkptError, OSError) as err:  # a tier that is unreachable does not receive it
             self._report.warn(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
 
@@ -272,7 +267,7 @@ class Persister:
             self._begin_secondary(started)
         self.ids.begin(max(started.first_seq, self.secondary.next_seq()))
         try:
-            self._lane.call(self._primary.sweep)
+            self._lane.call(self.primary.sweep)
         except StorageStalledError as err:
             self._primary_failed(err)
         if self._parity is not None:
@@ -291,7 +286,7 @@ class Persister:
         storage = WatchedStorage(open_storage(self.config.url, self.config.storage_options), self._lane.progress)
         repository = self._lane.call(partial(self.secondary.join_run, Repository(storage)))
         if joins:
-            self._primary.settle_at(repository)
+            self.primary.settle_at(repository)
         self.secondary.start()
 
     def finish(self) -> None:
@@ -350,32 +345,32 @@ class Persister:
 
     def look(self) -> There:
         """Who has left which share at the nearest tier. Raises `CkptError`, like the three that follow."""
-        return self._lane.call(lambda: part_records.there(self._primary.repository.storage))
+        return self._lane.call(lambda: part_records.there(self.primary.repository.storage))
 
     def exists(self, snapshot: str) -> bool:
         """Whether the snapshot of all ranks is committed there."""
-        return self._lane.call(lambda: any(one.id == snapshot for one in self._primary.repository.ids()))
+        return self._lane.call(lambda: any(one.id == snapshot for one in self.primary.repository.ids()))
 
     def leave(self, order: StagedJob) -> None:
         """Make a share durable, and say so; only that again if it was left before."""
         staged = order.staged(order.snapshot or "")
-        event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
+        event = self._in_lane(self._lane, staged, partial(self.primary.leave, staged))
         if not self.config.ranks.leads:
             self._report.emit(event)
 
     def commit(self, order: StagedJob) -> bool:
         """All shares of a snapshot are there: make it exist; False: they make none."""
         snapshot = order.snapshot or ""
-        if not self._lane.call(partial(self._primary.commit_shares, snapshot)):
+        if not self._lane.call(partial(self.primary.commit_shares, snapshot)):
             return False
         order.durable = True
-        if (event := self._primary.left.get(snapshot)) is not None:
+        if (event := self.primary.left.get(snapshot)) is not None:
             self._report.emit(event)
             self._committed(snapshot)
         return True
 
     def _learn(self, job: PersistJob) -> None:
-        damaged = self._primary.learn(job.line, job.common, job.lacked, job.damaged)
+        damaged = self.primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
         self.secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
@@ -383,14 +378,14 @@ class Persister:
             config = self.config
             tiers = [(config.url, config.storage_options), *((one.url, one.storage_options) for one in config.tiers)]
             places = (Repository(open_storage(*one)) for one in tiers)  # on that thread
-            work = partial(mend_damage, places, sorted(damaged), self._primary.check_lease, self._report.emit)
+            work = partial(mend_damage, places, sorted(damaged), self.primary.check_lease, self._report.emit)
             ask_apart(work, "ckpt-mend")
 
     def _add_parity(self, making: Sequence[Future[None]], wait_seconds: float = 0.0) -> None:
         """Begin to make the parity that data files lack, unless `making` it is under way still after so long."""
         wait(making, wait_seconds)
         if all(one.done() for one in making):
-            work = partial(complete_parity, self.config, self._primary.check_lease, self._report.emit)
+            work = partial(complete_parity, self.config, self.primary.check_lease, self._report.emit)
             self._parity = [ask_apart(work, "ckpt-parity")]
 
     def _committed(self, snapshot: str) -> None:
@@ -408,10 +403,10 @@ class Persister:
             Exception: no tier took it; that of the nearest one.
         """
         try:
-            return self._in_lane(self._lane, staged, partial(self._primary.write, staged)), True
+            return self._in_lane(self._lane, staged, partial(self.primary.write, staged)), True
         except Exception as err:
             if isinstance(err, StorageError):
-                self._primary.swept = False
+                self.primary.swept = False
             elsewhere = self._make_durable_elsewhere(staged, err)
             if elsewhere is None:
                 raise
@@ -454,10 +449,10 @@ class Persister:
 
     def _prune(self, newest: str) -> None:
         """What follows a commit."""
-        protected = {} if self._primary.keeps_all or not self.secondary.replicators else self.secondary.protected()
+        protected = {} if self.primary.keeps_all or not self.secondary.replicators else self.secondary.protected()
         self._held_back = newest if protected else None
         try:
-            self._lane.call(partial(self._primary.prune, newest, protected))
+            self._lane.call(partial(self.primary.prune, newest, protected))
         except StorageStalledError as err:
             self._primary_failed(err)
 

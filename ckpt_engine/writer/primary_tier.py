@@ -116,14 +116,13 @@ class PrimaryTier:
         self._aside = aside
         self.swept = self._warned = False
         """What earlier writers have left was removed; to be unset where the disk is full, or has failed."""
-        self._session = in_flight
         self.left: dict[str, SnapshotCommitted] = {}
         """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
         self._shares: dict[str, Manifest] = {}
         self._common_seq = 0
         self._lacked: set[str] = set()
         self._line: Line | None = None
-        self._finish: CommitStrategy = ALONE
+        self.finish: CommitStrategy = ALONE
         self._freshness = Freshness(config.url)
         self._written: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest, Manifest] | None = None
         if lease is None:
@@ -133,10 +132,10 @@ class PrimaryTier:
                     hint="the ranks of one machine need the same folder",
                 )
             self._tier = part_records.share_place(config.url, ranks.rank)
-            self._finish = Contributing(ranks)
+            self.finish = Contributing(ranks)
         elif in_flight is not None:
             alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others anyway
-            self._finish = Gathering(
+            self.finish = Gathering(
                 ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds, self._report.warn
             )
         self.settle_at(repository)
@@ -145,7 +144,7 @@ class PrimaryTier:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
         self.repository = repository
         self.run = RunText.of(repository)
-        self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
+        self._known = DedupBaseline(repository, None if self.finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
         days = Retention.of(self._policy).protect_days
         if self._lease is not None and days + repository.require_record().protect_days:
@@ -202,21 +201,17 @@ class PrimaryTier:
                 self._make_room(contents)
             try:
                 event, stored, whole = write_snapshot(
-                    contents, self._tier, self._aside.waiting, not_undone, self._finish
+                    contents, self._tier, self._aside.waiting, not_undone, self.finish
                 )
                 break
             except StorageFullError:
                 # Of a share the others have learned that it failed. Else one more snapshot goes, and so on.
-                if self._finish.is_shared or not self._make_room(contents, full=True):
+                if self.finish.is_shared or not self._make_room(contents, full=True):
                     raise
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
         self._written = staged.cut_layout.layout.groups, staged.job.marks, whole, stored
         return event
-
-    def cancel(self, snapshot: str, why: str) -> None:
-        """See `CommitStrategy.cancel`."""
-        self._finish.cancel(self.repository, snapshot, why)
 
     def leave(self, staged: Staged) -> SnapshotCommitted:
         """Make the share of this rank durable and say so; only that again where it was left before.
@@ -259,18 +254,18 @@ class PrimaryTier:
         self.repository.commit(whole)
         if self._config.ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
             part_records.remove(storage, snapshot, members)
-        elif self._session is not None:
+        elif isinstance(self.finish, Gathering):
             for one, ranks in part_records.there(storage).items():
-                if one == snapshot or one in self._session:
+                if one == snapshot or one in self.finish.in_flight:
                     part_records.remove(storage, one, ranks)  # what is newer is not complete, and never will be
-            self._session.settle(snapshot)
+            self.finish.in_flight.settle(snapshot)
         if snapshot in self.left:
             self.left[snapshot] = replace(self.left[snapshot], nbytes=whole.info.nbytes)
         return True
 
     def _contents(self, staged: Staged) -> RawContents:
         if self._config.codec != RAW:
-            make_plan = self._known.plan_share if self._finish.is_shared else None
+            make_plan = self._known.plan_share if self.finish.is_shared else None
             return encoded(staged, self.repository, self._config.codec, make_plan)
         return self._shared(staged) or RawContents(staged, self.repository)
 
@@ -290,7 +285,7 @@ class PrimaryTier:
         if self._lease is None:
             return False
         repository, nbytes = self.repository, contents.new_bytes
-        if self._finish.is_shared:  # shares are equal, and what others spare is not known
+        if self.finish.is_shared:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._config.ranks.members)
         if self._config.parity is not None:
             nbytes += more_bytes(self._config.parity, nbytes)
@@ -313,7 +308,7 @@ class PrimaryTier:
             incoming=coming.info,
             protected=self._unsure(),
             verified=self._whole,
-            in_flight=self._finish.in_flight,
+            in_flight=self.finish.in_flight,
             full=full,
         )
         if room is None:
@@ -335,7 +330,7 @@ class PrimaryTier:
         self.swept = True
         try:
             with where_permitted(self.repository, self._report.warn):
-                collected = collect(self.repository, self._lease, in_flight=self._finish.in_flight)
+                collected = collect(self.repository, self._lease, in_flight=self.finish.in_flight)
                 self._report.emit_all(collected.events(self._config.url))
                 if self._config.parity is not None:
                     copy_manifests(self.repository)
@@ -363,8 +358,8 @@ class PrimaryTier:
                     line=self._line,
                     protected={**protected, **self._unsure()},
                     verified=(newest,),
-                    in_flight=self._finish.in_flight,
-                    tidy=self._finish.is_shared,  # others leave what this writer does not know of
+                    in_flight=self.finish.in_flight,
+                    tidy=self.finish.is_shared,  # others leave what this writer does not know of
                 )
                 self._report.emit_all(pruned.events(self._config.url))
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot

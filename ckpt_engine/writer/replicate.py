@@ -147,7 +147,7 @@ class Replicator(threading.Thread):
         self._woken = self._hurried = self._finishing = False
         self._finishing_at = 0.0
         self._failures = 0
-        self._health = TierHealth(tier.url, emit, fatal=tier.config.fatal)
+        self.health = TierHealth(tier.url, emit, fatal=tier.config.fatal)
         self.state = TierState.COPYING
         self.idle = False
         """Nothing was wanted when it was looked at last, and nothing new has come since."""
@@ -192,7 +192,9 @@ class Replicator(threading.Thread):
     def works(self) -> bool:
         """Whether the tier is open, and did not fail last time or hangs only in what is copied there."""
         return (
-            self.tier.is_open and not self.tier.place.direct_lane.stuck and (self._health.error is None or self.hangs)
+            self.tier.is_open
+            and not self.tier.place.direct_lane.stuck
+            and (self.health.error is None or self.health.hangs)
         )
 
     @property
@@ -201,28 +203,23 @@ class Replicator(threading.Thread):
         return self.tier.place.signs.silent_seconds >= SILENT_SECONDS
 
     @property
-    def hangs(self) -> bool:
-        """Whether what was asked of the tier last has not come back."""
-        return self._health.hangs
-
-    @property
     def hopeless(self) -> bool:
         """Whether it fails in a way that waiting does not mend: the place is not one of this run."""
-        error = self._health.error
+        error = self.health.error
         return error is not None and error.code in (ForeignError.code, NewerFormatError.code)
 
     def failed(self, error: BaseException) -> None:
         """Note that the tier failed."""
         with self._changed:
             self._failures += 1
-        self._health.failed(error, silent=self._finishing and not self.tier.config.fatal)  # the end says it
+        self.health.failed(error, silent=self._finishing and not self.tier.config.fatal)  # the end says it
         self._tell()
 
     def status(self) -> TierStatus:
         """How the tier is."""
         progress, why = self.tier.progress, self.tier.encoding.why
         waiting, newest, copying = progress.waiting, progress.newest, progress.copying
-        return self._health.status(
+        return self.health.status(
             newest=newest.id if newest else None,
             copying=copying.id if copying else None,
             waiting=len(waiting),
@@ -233,7 +230,7 @@ class Replicator(threading.Thread):
 
     def unfinished(self, newest: str | None) -> Unfinished:
         """What the tier is left without; `newest` is that of the nearest one, which may not have been looked at yet."""
-        error, there, waiting = self._health.error, self.tier.progress.newest, self.tier.progress.waiting
+        error, there, waiting = self.health.error, self.tier.progress.newest, self.tier.progress.waiting
         lacks = tuple(info.id for info in waiting)
         seen = newest in lacks or (lacks and not self._woken) or (there is not None and there.id == newest)
         if newest is not None and not seen:
@@ -285,7 +282,7 @@ class Replicator(threading.Thread):
                 self._release()
         else:
             self._failures = 0
-            self._health.worked()
+            self.health.worked()
             if delay == 0.0:
                 self._tell()
                 return delay
@@ -301,7 +298,7 @@ class Replicator(threading.Thread):
         source, finishing = self.tier.leave_source(), self._finishing
         if source is not None:
             return SourceLeftError(StorageStalledError(f"{source} hangs", hint=error.hint))
-        if not self.hangs:
+        if not self.health.hangs:
             self.failed(error)
         stopped = self._gate.is_stopped
         self._go(TierState.HUNG, settled=finishing or stopped)

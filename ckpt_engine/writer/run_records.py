@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class TierStatus:
     encoding: str | None = None
 
 
+@dataclass(eq=False)
 class TierHealth:
     """Whether a tier works, and since when. Any thread.
 
@@ -71,14 +72,13 @@ class TierHealth:
         fatal: see `TierConfig`.
     """
 
-    def __init__(self, url: str, emit: Callable[[Event], object], *, fatal: bool = False) -> None:
-        self._url = url
-        self._emit = emit
-        self._fatal = fatal
-        self.error: ErrorRecord | None = None
-        """What it fails with; None: it works."""
-        self._since = time.time()
-        self._away_from = 0.0
+    _url: str
+    _emit: Callable[[Event], object]
+    fatal: bool = field(default=False, kw_only=True)
+    error: ErrorRecord | None = field(default=None, init=False)
+    """What it fails with; None: it works."""
+    _since: float = field(default_factory=time.time, init=False)
+    _away_from: float = field(default=0.0, init=False)
 
     @property
     def hangs(self) -> bool:
@@ -92,7 +92,7 @@ class TierHealth:
             self._away_from, self._since = time.monotonic(), time.time()
         self.error = record
         if not silent and (before is None or before.code != record.code):
-            self._emit(TierDegraded(self._url, record.code, record.message, self._fatal))
+            self._emit(TierDegraded(self._url, record.code, record.message, self.fatal))
 
     def worked(self) -> None:
         """Note that it worked; says so if it was away."""

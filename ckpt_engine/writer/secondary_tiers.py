@@ -273,7 +273,7 @@ class SecondaryTiers:
         """
         for hanging in (False, True):
             for replicator in self.replicators:
-                if replicator.works and replicator.hangs == hanging:
+                if replicator.works and replicator.health.hangs == hanging:
                     yield replicator
 
     def drain(

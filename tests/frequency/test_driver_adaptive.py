@@ -76,8 +76,8 @@ def test_a_commit_reported_before_the_boundary_still_counts_its_step_as_disturbe
     rig.take(stall=0.0)
     rig.cadence.committed(rig.step, 1.5, 10**9)
     rig.go(seconds=1.5)
-    assert rig.cadence.decision is not None
-    assert rig.cadence.decision.costs.slowdown_seconds == pytest.approx(0.5)
+    assert rig.cadence.adaptive.decision is not None
+    assert rig.cadence.adaptive.decision.costs.slowdown_seconds == pytest.approx(0.5)
 
 
 def test_debt_of_an_expensive_snapshot_is_paid_back() -> None:
@@ -152,9 +152,9 @@ def test_events_of_the_writer_are_understood() -> None:
     rig.cadence.emit(SnapshotCommitted("id", rig.step, "local", 10, 10, 9.0, 8.0, 0.1, 0.0))
     rig.cadence.emit(SnapshotCommitted("id", rig.step, "remote", 10, 10, 99.0, 98.0, 0.1, 0.0))
     rig.go(3)
-    assert rig.cadence.decision is not None
-    assert rig.cadence.decision.costs.latency_seconds == 9.0
-    assert rig.cadence.decision.costs.busy_seconds == 8.0
+    assert rig.cadence.adaptive.decision is not None
+    assert rig.cadence.adaptive.decision.costs.latency_seconds == 9.0
+    assert rig.cadence.adaptive.decision.costs.busy_seconds == 8.0
     rig.go(100)
     rig.take()
     rig.cadence.emit(SnapshotFailed("id", rig.step, "local", "CKPT301", "full"))

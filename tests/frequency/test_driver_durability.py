@@ -33,16 +33,16 @@ def test_state_survives_json_and_a_restart_is_a_failure() -> None:
         first.take(stall=0.7, latency=9.0)
     first.go(3)
     state = json.loads(json.dumps(first.cadence.state(), allow_nan=False))
-    assert first.cadence.decision is not None
+    assert first.cadence.adaptive.decision is not None
     second = Rig(start=None, overhead=0.05)
     second.cadence.restore(state)
     second.cadence.start(500)
     second.step = 500
     reason = second.go(10000)
-    assert second.cadence.decision is not None
+    assert second.cadence.adaptive.decision is not None
     assert reason == "interval"
-    assert second.cadence.decision.costs.stall_seconds == pytest.approx(0.7)
-    assert second.cadence.decision.failures_per_second > first.cadence.decision.failures_per_second
+    assert second.cadence.adaptive.decision.costs.stall_seconds == pytest.approx(0.7)
+    assert second.cadence.adaptive.decision.failures_per_second > first.cadence.adaptive.decision.failures_per_second
     assert second.step - 500 == second.cadence.interval_steps
 
 

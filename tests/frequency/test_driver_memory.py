@@ -74,8 +74,8 @@ def test_the_whole_budget_is_used_where_failures_are_frequent() -> None:
     """Durable snapshots count the failures that need them only: one of four, once there are some in memory."""
     rig = TwoLevels(0.1, overhead=0.02, mtbf_seconds=120.0).train(5000)
     assert rig.overhead == pytest.approx(0.02, rel=0.1)
-    assert rig.cadence.decision is not None
-    assert rig.cadence.decision.failures_per_second == pytest.approx(0.25 / 120.0)
+    assert rig.cadence.adaptive.decision is not None
+    assert rig.cadence.adaptive.decision.failures_per_second == pytest.approx(0.25 / 120.0)
 
 
 def test_a_run_without_a_memory_tier_never_has_one_due() -> None:
@@ -95,9 +95,9 @@ def test_every_step_where_the_user_says_so() -> None:
 def test_stalls_in_memory_are_no_step_time() -> None:
     """The clean step stays one second although each second step is followed by half a second of copying."""
     rig = TwoLevels(0.5, memory=MemoryRhythm(every_n_steps=2), overhead=0.05, mtbf_seconds=60.0).train(500)
-    assert rig.cadence.decision is not None
-    assert rig.cadence.decision.costs.step_seconds == pytest.approx(1.0)
-    assert rig.cadence.decision.costs.slowdown_seconds == pytest.approx(0.0, abs=1e-9)
+    assert rig.cadence.adaptive.decision is not None
+    assert rig.cadence.adaptive.decision.costs.step_seconds == pytest.approx(1.0)
+    assert rig.cadence.adaptive.decision.costs.slowdown_seconds == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_fence_belongs_to_the_newest_snapshot_of_either_kind() -> None:
@@ -110,8 +110,8 @@ def test_the_fence_belongs_to_the_newest_snapshot_of_either_kind() -> None:
     rig.clock.now += 0.7
     rig.cadence.fence(0.7)
     rig.go(3)
-    assert rig.cadence.decision is not None
-    assert rig.cadence.decision.costs.stall_seconds == pytest.approx(0.2)
+    assert rig.cadence.adaptive.decision is not None
+    assert rig.cadence.adaptive.decision.costs.stall_seconds == pytest.approx(0.2)
     assert rig.cadence.overhead_fraction == pytest.approx(0.9 / (rig.clock.now - 1000.0 - 0.9))
 
 

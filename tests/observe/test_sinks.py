@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from ckpt_engine.observe import events
 from ckpt_engine.observe.events import (
     Event,
     FanOutSink,
@@ -162,9 +163,12 @@ def test_keyboard_interrupt_passes_through_fan_out() -> None:
         FanOutSink(Interrupted()).emit(SAMPLES[0])
 
 
-def test_a_user_sees_an_interval_that_has_changed_tenfold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_sees_an_interval_that_has_changed_tenfold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once per tenfold, where no handler shows INFO; each change is in the log."""
-    sink = LogSink(logging.Logger("nowhere"))
+    monkeypatch.setattr(events, "LOG", logging.Logger("nowhere"))
+    sink = LogSink()
     for step, interval in enumerate((10, 12, 99, 100, 110, 999, 11, 10, 9)):
         sink.emit(IntervalChanged(step, interval, f"every {interval} steps: because"))
     shown = [one.split()[4] for one in capsys.readouterr().err.splitlines()]
@@ -172,10 +176,11 @@ def test_a_user_sees_an_interval_that_has_changed_tenfold(capsys: pytest.Capture
 
 
 def test_a_user_sees_the_first_interval_where_the_budget_costs_more_than_it_saves(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One percent for snapshots that block for ten seconds can cost more than a percent of useful work."""
-    sink = LogSink(logging.Logger("nowhere"))
+    monkeypatch.setattr(events, "LOG", logging.Logger("nowhere"))
+    sink = LogSink()
     sink.emit(IntervalChanged(1, 200, "every 200 steps: set by budget; 1 % more budget = 1.3 % more", 0.013, "budget"))
     sink.emit(
         IntervalChanged(2, 210, "every 210 steps: set by budget; 1 % more budget = 1.3 % more useful work", 0.013)
@@ -186,13 +191,20 @@ def test_a_user_sees_the_first_interval_where_the_budget_costs_more_than_it_save
 
 @pytest.mark.parametrize(("step", "steps", "binding"), [(12, 9, "budget"), (99_999, 9_999, "max_lost_work")])
 def test_the_line_of_an_interval_is_short_and_the_log_has_the_rest(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, step: int, steps: int, binding: str
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    steps: int,
+    binding: str,
 ) -> None:
     """At most 80 characters where no logging is set up; numbers have separators."""
     event = IntervalChanged(step, steps, f"every {steps} steps: stall 1 s; set by {binding}", 0.1, binding)
-    LogSink(logging.Logger("nowhere")).emit(event)
+    monkeypatch.setattr(events, "LOG", logging.Logger("nowhere"))
+    LogSink().emit(event)
     said = capsys.readouterr().err.strip()
     assert len(said) <= 80 and f"every {steps:,} steps" in said and binding in said and "stall" not in said
     with caplog.at_level(logging.INFO):
-        LogSink(logging.getLogger("heard")).emit(event)
+        monkeypatch.setattr(events, "LOG", logging.getLogger("heard"))
+        LogSink().emit(event)
     assert "stall 1 s; set by" in caplog.text

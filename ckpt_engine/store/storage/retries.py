@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class GrowingPauses:
 _PAUSES = GrowingPauses(BASE_SECONDS, CAP_SECONDS)
 
 
+@dataclass(eq=False)
 class Backoff:
     """The waits of one operation, until it has failed for `retry_seconds`.
 
@@ -105,22 +106,15 @@ class Backoff:
         uniform: a random number between its two arguments.
     """
 
-    def __init__(
-        self,
-        retry_seconds: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        uniform: Callable[[float, float], float] = _uniform,
-    ) -> None:
-        self._retry_seconds = retry_seconds
-        self._clock = clock
-        self._uniform = uniform
-        self._failed_since: float | None = None
-        self.failures = 0
+    _retry_seconds: float
+    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
+    uniform: Callable[[float, float], float] = field(default=_uniform, kw_only=True)
+    _failed_since: float | None = field(default=None, init=False)
+    failures: int = field(default=0, init=False)
 
     def began(self) -> None:
         """The time runs from now on: what is done has a patience of its own, and fails late."""
-        self._failed_since = self._clock()
+        self._failed_since = self.clock()
 
     def progressed(self) -> None:
         """Part of the work was done: the time starts again."""
@@ -133,9 +127,9 @@ class Backoff:
         Args:
             told_seconds: the least wait that the server asked for.
         """
-        now = self._clock()
+        now = self.clock()
         if self._failed_since is None:
             self._failed_since = now
         self.failures += 1
-        wait = max(told_seconds, self._uniform(0.0, _PAUSES.seconds(self.failures)))
+        wait = max(told_seconds, self.uniform(0.0, _PAUSES.seconds(self.failures)))
         return wait if now + wait - self._failed_since <= self._retry_seconds else None

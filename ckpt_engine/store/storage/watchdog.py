@@ -118,6 +118,7 @@ class _Call:
     since: float = field(default_factory=time.time)
 
 
+@dataclass(eq=False)
 class StuckCallRunner:
     """Calls to one tier, one at a time, each on a thread that is left behind if it hangs.
 
@@ -129,14 +130,13 @@ class StuckCallRunner:
         ended: called on the hanging thread when it has ended after all.
     """
 
-    def __init__(self, url: str, *, keeps: bool = True, ended: Callable[[], object] = lambda: None) -> None:
-        self.url = url
-        self.progress = CallProgress()
-        self._keeps = keeps
-        self._ended = ended
-        self._changed = threading.Condition()
-        self._call: _Call | None = None
-        self._last: Callable[[], object] | None = None
+    url: str
+    keeps: bool = field(default=True, kw_only=True)
+    ended: Callable[[], object] = field(default=lambda: None, kw_only=True)
+    progress: CallProgress = field(default_factory=CallProgress, init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _call: _Call | None = field(default=None, init=False)
+    _last: Callable[[], object] | None = field(default=None, init=False)
 
     @property
     def stuck(self) -> bool:
@@ -229,7 +229,7 @@ class StuckCallRunner:
             if call.done:
                 return False
             call.abandoned = True
-            if self._keeps:
+            if self.keeps:
                 self.progress.abandoned = True
             else:
                 self._call = None
@@ -262,7 +262,7 @@ class StuckCallRunner:
                     last, self._last = self._last, None
             if last is not None:
                 last()
-            self._ended()
+            self.ended()
 
     def _error(self, call: _Call) -> StorageStalledError:
         seconds = max(STALL_SECONDS, time.time() - call.since)

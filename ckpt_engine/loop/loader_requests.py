@@ -1,4 +1,4 @@
-"""When, on which thread and from which place of the script a loader is asked for batches."""
+"""The requests of a loop for the batches of one loader."""
 
 from __future__ import annotations
 

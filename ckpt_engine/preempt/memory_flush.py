@@ -1,4 +1,4 @@
-"""What the writer has only in memory, and makes durable where it is asked to."""
+"""A request to the writer to make durable what it has only in memory."""
 
 from __future__ import annotations
 

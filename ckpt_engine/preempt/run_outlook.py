@@ -1,4 +1,4 @@
-"""How a run stands: what is durable, and what a stop would save and lose."""
+"""How a run stands that may have to stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 
 @dataclass(eq=False)
 class RunOutlook:
-    """What is known of a run that may have to stop. Any thread.
+    """What is durable of a run, and what a stop would save and lose. Any thread.
 
     Args:
         ledger: what is durable and how fast the tiers are.

@@ -18,9 +18,6 @@ FILES = [
 FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {
-    "Feed": 6,
-    "JobQueue": 6,
-    "Pipeline": 4,
     "FitRun": 4,
     "Replicator": 5,
     "Serving": 5,
@@ -32,21 +29,16 @@ FLAGS = {
 NAMES = {
     "SharedCadence": 48,
     "Cadence": 38,
-    "Feed": 33,
-    "PrimaryTier": 25,
-    "Pipeline": 24,
-    "PreemptionWatch": 28,
-    "FitRun": 23,
+    "PrimaryTier": 24,
+    "FitRun": 21,
     "Training": 27,
     "Epoch": 25,
     "FitResume": 18,
-    "JobQueue": 22,
-    "Peers": 18,
     "SimulatedJob": 22,
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 21, "ckpt_engine/writer": 40}
+LIFE = {"ckpt_engine/loop": 19, "ckpt_engine/writer": 40}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

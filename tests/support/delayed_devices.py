@@ -21,8 +21,9 @@ from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.arena import Slots
 from ckpt_engine.snapshot.cuda import DeviceCopies
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.snapshot.stage import Copier
+from ckpt_engine.snapshot.stage import Copier, Stager
 from ckpt_engine.state import entries
+from ckpt_engine.state.layout import Planner
 from tests.snapshot.streams import DEVICES, WAIT_SECONDS, Event, FakeDevices, Stream
 
 

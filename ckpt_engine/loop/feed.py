@@ -256,7 +256,7 @@ class Feed:
     def _before_pass(self) -> Iterator[Any] | None:
         """What a pass that would begin now is instead."""
         if self.running is not None:
-            self.requests.overlap = True
+            self.requests.has_overlap = True
         self._close()
         if not self.skips:
             return None

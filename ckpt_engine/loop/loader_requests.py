@@ -20,7 +20,7 @@ class LoaderRequests:
         thread: that has.
         asked_at, begun_at, left_at: when a batch was last asked for, the last pass began, and the one before it was
             over; in order.
-        overlap: a pass began while the one before could still be asked.
+        has_overlap: a pass began while the one before could still be asked.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class LoaderRequests:
         self.thread = 0
         self.asked_at = self.begun_at = self.left_at = 0
         self._first_seconds = 0.0
-        self.overlap = False
+        self.has_overlap = False
 
     def note(self, home: Home, *, begins: bool) -> Ask | None:
         """A batch is asked for; from where, if that begins a pass.

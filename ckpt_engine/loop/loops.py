@@ -181,7 +181,7 @@ class Loops:
     def _is_left(self, feed: Feed, ask: Ask) -> bool:
         newest = max(self._feeds, key=lambda one: one.requests.asked_at)
         return feed is not newest and (
-            feed.requests.overlap or any(one is feed.running for one in ask.local_values()[1])
+            feed.requests.has_overlap or any(one is feed.running for one in ask.local_values()[1])
         )
 
     def state(self, feed: Feed | None) -> dict[str, Any]:

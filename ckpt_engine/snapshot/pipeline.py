@@ -391,10 +391,10 @@ class Pipeline:
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:
                 self._report.warn(lacking)
-        self.pulse.close()
         if self.recorder is not None:
             self.recorder.close()
         self.slots.close()
+        del self.pulse
         if not drained:
             raise WaitTimeoutError(f"snapshots were still being written after {time.monotonic() - began:.0f} s")
 

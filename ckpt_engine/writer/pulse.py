@@ -51,20 +51,15 @@ class SpentTimes:
 
 
 class HeartbeatPage:
-    """The trainer's end.
+    """The trainer's end: `fd`, which is closed with it, is what `WriterClient.attach_pulse` takes.
 
     Raises:
         StateError: the system refuses the memory.
-
-    Attributes:
-        fd: what `WriterClient.attach_pulse` takes.
-        close: closes that; at the end of the page at the latest. Idempotent.
     """
 
     def __init__(self) -> None:
         self.fd, self._page = shared_memory("ckpt-pulse", mmap.PAGESIZE)
-        self.close = weakref.finalize(self, os.close, self.fd)
-        self.close.atexit = False
+        weakref.finalize(self, os.close, self.fd).atexit = False
         self._step, self._moment = self._page[:8].cast("q"), self._page[8:16].cast("d")
         self._count, self._spends_at = 0, -math.inf
         self.beat(-1)

@@ -565,7 +565,7 @@ class Engine:
         elif loss is not None:
             raise loss from self.newest.cause
 
-    def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
+    def _open_writer(self, memory: bool, emit: Callable[[Event], object]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
         from ckpt_engine.writer.launch import open_client
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from threading import get_ident
-from types import CodeType
 
 from ckpt_engine.loop.shape import Ask, At, Home, is_here, way_here
 
@@ -25,7 +24,7 @@ class LoaderRequests:
 
     def __init__(self) -> None:
         self.place: At = ()
-        self._way: list[tuple[CodeType, int]] = []
+        self._way: At = ()
         """The same with our own functions."""
         self.thread = 0
         self.asked_at = self.begun_at = self.left_at = 0

@@ -70,7 +70,7 @@ class Pipeline:
         self,
         open_writer: OpenWriter,
         slots: int,
-        emit: Callable[[Event], None],
+        emit: Callable[[Event], object],
         *,
         memory: bool = False,
         pickle_paths: tuple[str, ...] = (),

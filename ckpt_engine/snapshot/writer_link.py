@@ -32,7 +32,7 @@ from ckpt_engine.snapshot.arena import Slots
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.writer.client import Message, WriterClient
 
-OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
+OpenWriter = Callable[[bool, Callable[[Event], object]], WriterClient]
 """Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
 Send = Callable[[WriterClient], object]
 Failed = Callable[[CkptError], object]
@@ -68,7 +68,7 @@ class Coming(Future[WriterClient]):
         return bool(futures.wait([self], timeout).done)
 
 
-def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) -> bool:
+def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], object]) -> bool:
     """Whether a writer can be a memory tier; else `emit` says why not."""
     from ckpt_engine.writer.launch import ThreadWriter
 
@@ -126,7 +126,7 @@ class Handover:
         messages, self._messages = self._messages, []
         return [*messages, *(self.client.poll() if self.client is not None else ())]
 
-    def refusal(self, emit: Callable[[Event], None]) -> BaseException | None:
+    def refusal(self, emit: Callable[[Event], object]) -> BaseException | None:
         """Why it cannot start, once that is known; None: it has started. `emit` hears at once what it says."""
         coming = self._coming
         if coming is None:
@@ -290,7 +290,7 @@ class InFlight:
 
     _slots: Slots
     newest: Newest
-    _emit: Callable[[Event], None]
+    _emit: Callable[[Event], object]
     _tier: str
     _next_writer: Callable[[], Handover] | None
     _open: dict[int, InFlightJob] = field(default_factory=dict, init=False)

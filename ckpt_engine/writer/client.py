@@ -135,7 +135,7 @@ class WriterClient(abc.ABC):
         with self._changed:
             self._life = max(self._life, life)
 
-    def _begin(self, config: WriterConfig, emit: Callable[[Event], None] | None) -> None:
+    def _begin(self, config: WriterConfig, emit: Callable[[Event], object] | None) -> None:
         """Wait until the writer has started; what it says meanwhile goes to `emit` at once. Raises as `open_client`."""
         timeout = config.lease_wait_seconds + ANSWER_SECONDS
         deadline = time.monotonic() + timeout

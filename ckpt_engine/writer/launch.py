@@ -46,7 +46,7 @@ class ThreadWriter(WriterClient):
         self._queue = JobQueue(config, self._hear, self._ended)
 
     @classmethod
-    def start(cls, config: WriterConfig, emit: Callable[[Event], None] | None = None) -> Self:
+    def start(cls, config: WriterConfig, emit: Callable[[Event], object] | None = None) -> Self:
         """Start the thread; see `open_client` for what is raised, and `ProcessWriter.start` for `emit`."""
         client = cls(config)
         client._queue.start()
@@ -145,7 +145,7 @@ class ProcessWriter(WriterClient):
         self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
 
     @classmethod
-    def start(cls, config: WriterConfig, emit: Callable[[Event], None] | None = None) -> Self:
+    def start(cls, config: WriterConfig, emit: Callable[[Event], object] | None = None) -> Self:
         """Start the process and wait until it holds the lease; see `open_client` for what else is raised.
 
         Args:
@@ -286,7 +286,7 @@ def _describe(status: int | None) -> str:
     return f"ended with status {status}" if status else "has ended"
 
 
-def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], None]) -> WriterClient:
+def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], object]) -> WriterClient:
     """Start a writer: a process, or a thread if asked for or where a process cannot be started (`emit` then says so).
 
     Raises:

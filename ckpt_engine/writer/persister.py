@@ -373,7 +373,8 @@ class Persister:
         damaged = self.primary.learn(job.line, job.common, job.lacked, job.damaged)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
-        self.secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
+        if self.secondary.replicators:
+            self.secondary.learn(job.line, job.damaged, job.pace.get("far_seconds"))
         if damaged and (self.secondary.replicators or self._parity is not None):
             config = self.config
             tiers = [(config.url, config.storage_options), *((one.url, one.storage_options) for one in config.tiers)]

@@ -26,11 +26,6 @@ class LoopSteps:
     last: int = 0
     first: int | None = None
 
-    def boundary(self, step: int, now: float) -> None:
-        """This step has just ended."""
-        self.first = step if self.first is None else self.first
-        self.took, self.ended, self.last = now - self.ended, now, step
-
     def trained(self, step: int) -> None:
         """Training has ended with this step, maybe without a boundary after it."""
         self.last = max(self.last, step)

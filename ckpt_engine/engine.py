@@ -534,7 +534,8 @@ class Engine:
             return
         self._closing = True
         self.times.over()
-        self._pipeline.pulse.spend(self.times)
+        if self._pipeline.started:
+            self._pipeline.pulse.spend(self.times)
         self._restorer.detach()
         keeps = failed and self.memory and self._session is not None
         try:

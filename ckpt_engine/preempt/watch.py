@@ -126,8 +126,10 @@ class PreemptionWatch:
     def stop(self) -> Stop | None:
         """The stop that leaves the least time, if there is any. Any thread."""
         found = (one for one in (self.signals.heard, self._noticed, self._requested) if one is not None)
-        usual = self.grace_seconds
-        stops = (Stop(one, one.instant + (usual if one.grace_seconds is None else one.grace_seconds)) for one in found)
+        stops = (
+            Stop(one, one.instant + (self.grace_seconds if one.grace_seconds is None else one.grace_seconds))
+            for one in found
+        )
         return min(stops, key=lambda one: one.deadline, default=None)
 
     def attend(self) -> None:

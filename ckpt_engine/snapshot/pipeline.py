@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ckpt_engine.copy import memory_limits
@@ -85,7 +85,6 @@ class Pipeline:
         self.stager = Stager(Planner(Flattener(pickle_paths), session), eager)
         self.slots = Slots(slots)
         self.memory = memory
-        self.pulse = HeartbeatPage()
         self.groups = TrainedGroups()
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
@@ -122,6 +121,11 @@ class Pipeline:
             writer.wait(BEHIND_SECONDS)
             self.poll()
         return writer
+
+    @cached_property
+    def pulse(self) -> HeartbeatPage:
+        """How far this process is, for the writer; made where it is first used, and gone after `close`."""
+        return HeartbeatPage()
 
     def _arrived(self, client: WriterClient) -> None:
         self.behind = False
@@ -394,7 +398,7 @@ class Pipeline:
         if self.recorder is not None:
             self.recorder.close()
         self.slots.close()
-        del self.pulse
+        vars(self).pop("pulse", None)
         if not drained:
             raise WaitTimeoutError(f"snapshots were still being written after {time.monotonic() - began:.0f} s")
 

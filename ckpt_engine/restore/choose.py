@@ -26,6 +26,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
 )
 from ckpt_engine.observe import units
+from ckpt_engine.observe.resume_report import Rejected
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.ask_tiers import Repair
 from ckpt_engine.restore.memory import URL
@@ -41,15 +42,6 @@ ManifestCheck = Callable[[Manifest], None]
 _Sizes = Callable[[Repository], Mapping[str, int]]
 MAX_TOLD = 20
 """Repaired tensors that the notes name; `Loaded.repairs` has all."""
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedCandidate:
-    """A snapshot that was not used, and why."""
-
-    snapshot: str
-    code: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,7 @@ class SearchLog:
     """
 
     known: dict[bytes, Manifest] = field(default_factory=dict)
-    rejected: list[RejectedCandidate] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)
     """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting again."""
     away: list[UnreachableTier] = field(default_factory=list)
@@ -97,9 +89,7 @@ class SearchLog:
         if places == 1 and not isinstance(error, FormatError | StorageMissingError):
             raise error
         advice = (advice_on(one.storage, file) for one in sources for file in self.damaged)
-        self.rejected.append(
-            RejectedCandidate(snapshot, error.code, f"{error.message}{next(filter(None, advice), '')}")
-        )
+        self.rejected.append(Rejected(snapshot, error.code, f"{error.message}{next(filter(None, advice), '')}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,13 +315,13 @@ def require_none(where: Sequence[Repository], search: SearchLog, step: int | Non
     urls = ", ".join(named)
     missed = search.missed(where)
     away = [f"  {one.url}: [{one.code}] {one.reason}" for one in missed]
-    if any(one.snapshot not in search.unfinished for one in search.rejected):
+    if any(one.id not in search.unfinished for one in search.rejected):
         instead = "start a new run in another folder"
         if any(place.storage.capabilities.nodes is not None for place in where):
             instead = f"remove {named[0]} on every node to start a new run"
         raise NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:",
-            *[f"  {one.snapshot}: [{one.code}] {one.reason}" for one in search.rejected],
+            *[f"  {one.id}: [{one.code}] {one.reason}" for one in search.rejected],
             *away,
             "",
             hint=f"look closer with `ckpt verify {named[0]}`, or {instead}",
@@ -391,9 +381,9 @@ def notes_about(
         yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
     yield from candidate.notes
     yield from (
-        f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
+        f"another copy of {one.id} is damaged: [{one.code}] {one.reason}"
         for one in search.rejected
-        if one.snapshot == candidate.info.id
+        if one.id == candidate.info.id
     )
     yield from _notes_of_repairs(repairs, next(one.storage.url for one in where if one.storage.url != URL))
 

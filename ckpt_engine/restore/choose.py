@@ -25,6 +25,7 @@ from ckpt_engine.errors import (
     StorageError,
     StorageMissingError,
 )
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.observe.resume_report import Rejected
 from ckpt_engine.restore import ask_tiers
@@ -51,6 +52,13 @@ class UnreachableTier:
     url: str
     code: str
     reason: str
+
+
+def away_of(answers: Sequence[ask_tiers.TierReply[ask_tiers.T]]) -> tuple[UnreachableTier, ...]:
+    """Those that did not answer, and why."""
+    return tuple(
+        UnreachableTier(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None
+    )
 
 
 @dataclass(slots=True)
@@ -142,14 +150,11 @@ def candidates(
     Raises:
         CkptError: whatever `check` raises, and the storage's if no place can be read at all.
     """
-    holders: dict[ParsedId, list[Repository]] = {}
     question = ask_tiers.ids if len(where) > 1 else Repository.ids
     silence = ask_tiers.SILENT_SECONDS if only is None else math.inf
-    for answer in ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence)):
-        if answer.error is not None:
-            search.away.append(UnreachableTier(answer.place.storage.url, answer.error.code, answer.error.message))
-        for parsed in answer.value or ():
-            holders.setdefault(parsed, []).append(answer.place)
+    answers = ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence))
+    search.away += away_of(answers)
+    holders = grouped((parsed, answer.place) for answer in answers for parsed in answer.value or ())
     newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
     search.newest_seq = newest_first[0].seq if newest_first else 0
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot

@@ -268,10 +268,8 @@ def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
     Raises:
         CkptError: no place answers.
     """
-    found: dict[str, SnapshotInfo] = {}
-    for answer in of_one_run(ask(places, infos)):
-        for info in answer.value or ():
-            found.setdefault(info.id, info)
+    nearest_last = reversed(of_one_run(ask(places, infos)))
+    found = {info.id: info for answer in nearest_last for info in answer.value or ()}
     return sorted(found.values(), key=by_age)
 
 

@@ -238,10 +238,8 @@ class _Shedding:
 
     def by_worth(self) -> list[str]:
         """The oldest first, and after all others what is kept for being the best."""
-        best: set[str] = set()
-        for rule in rules_in(self._retention.rule):
-            if isinstance(rule, KeepBest):
-                best.update(rule.keep(self._in_order))
+        rules = [rule for rule in rules_in(self._retention.rule) if isinstance(rule, KeepBest)]
+        best = {snapshot for rule in rules for snapshot in rule.keep(self._in_order)}
         return [info.id for info in sorted(self._in_order, key=lambda info: (info.id in best, by_age(info)))]
 
 
@@ -258,8 +256,6 @@ def _slim(
 ) -> dict[str, tuple[str, ...]]:
     """Which of the kept snapshots lose which components. One that would lose all of them loses none."""
     drops: dict[str, list[str]] = {}
-    if not components:
-        return {}
     for component in sorted(components):
         having = [info for info in kept if component in info.components]
         wanted = components[component].keep(having)

@@ -86,12 +86,12 @@ class Pruned:
 
     def events(self, url: str) -> list[Event]:
         """As of `Collected`."""
-        found: list[Event] = []
-        if self.forgotten:
-            found.append(SnapshotsForgotten(self.forgotten, self.collected.freed_bytes))
-        for snapshot, why in self.not_slimmed.items():
-            found.append(Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}"))
-        return found + self.collected.events(url)
+        forgotten = [SnapshotsForgotten(self.forgotten, self.collected.freed_bytes)] if self.forgotten else []
+        kept = [
+            Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}")
+            for snapshot, why in self.not_slimmed.items()
+        ]
+        return [*forgotten, *kept, *self.collected.events(url)]
 
 
 def protection(repository: Repository, infos: Sequence[SnapshotInfo], policy: RetentionPolicy) -> dict[str, str]:

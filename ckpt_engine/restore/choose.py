@@ -406,10 +406,6 @@ def _notes_of_repairs(repairs: Sequence[Repair], nearest: str) -> Iterator[str]:
             else "mend that copy when the run has ended"
         )
         yield f"{mends} `ckpt repair {units.place(bad)} --from {units.place(good)}`"
-    sums: dict[tuple[str, str, str], Repair] = {}
-    for repair in repairs:
-        if repair.entry is None:
-            key = (repair.file, repair.bad, repair.good)
-            before = sums.get(key)
-            sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
-    yield from map(str, sums.values())
+    requests = grouped(((one.file, one.bad, one.good), one) for one in repairs if one.entry is None)
+    for some in requests.values():
+        yield str(replace(some[0], nbytes=sum(one.nbytes for one in some)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
 
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.store.manifest import SnapshotInfo, by_age
 from ckpt_engine.store.retention_rules import (
@@ -100,11 +101,8 @@ def plan(
     newest = in_order[-1].id if in_order else ""
     shed = _Shedding(in_order, retention, usage, {*protected, verified or newest})
     always = {newest: "newest"} | ({verified: "newest whole snapshot"} if verified else {})
-    reasons = dict(retention.keep(in_order))
-    for snapshot, reason in protected.items():
-        reasons[snapshot] = f"{reason}; {reasons[snapshot]}" if snapshot in reasons else reason
-    for snapshot, reason in always.items():
-        reasons.setdefault(snapshot, reason)
+    told = grouped(chain(protected.items(), retention.keep(in_order).items()))
+    reasons = always | {snapshot: "; ".join(several) for snapshot, several in told.items()}
     for info in in_order:
         if info.id not in reasons:
             shed.remove(info.id, "no rule keeps it")

@@ -234,13 +234,9 @@ class LocalStorage:
             self._disk.sync_folder(folder)
 
     def sweep(self) -> int:
-        freed = 0
         with translating("clear", self.root):
-            for folder, _, files in os.walk(self.root):
-                for file in files:
-                    if _TEMP_FILE.fullmatch(file):
-                        freed += self._sweep_one(f"{folder}/{file}")
-        return freed
+            paths = ((folder, file) for folder, _, files in os.walk(self.root) for file in files)
+            return sum(self._sweep_one(f"{folder}/{file}") for folder, file in paths if _TEMP_FILE.fullmatch(file))
 
     def free_bytes(self) -> int:
         """Bytes that the file system still has for us."""

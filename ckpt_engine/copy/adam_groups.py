@@ -50,7 +50,7 @@ class _Array:
 
 def find(
     tree: Any, older: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]], changed: Container[str]
-) -> list[AdamGroup]:
+) -> Iterator[AdamGroup]:
     """The groups of all Adam optimizers in `tree`.
 
     Args:
@@ -60,16 +60,14 @@ def find(
     """
     arrays = _arrays_outside(tree, shapes, changed)
     before = dict(_optimizers(older, ()))
-    found = []
     for path, optimizer in _optimizers(tree, ()):
         rows = list(_rows(optimizer, before.get(path), shapes))
         weights = _weights(rows, arrays)
-        found += [
+        yield from (
             AdamGroup(first.entry, second.entry, weights[row], step, numbers)
             for row, (first, second, step, numbers) in enumerate(rows)
             if row in weights
-        ]
-    return found
+        )
 
 
 _Match = tuple[_Array, _Array, str | float, tuple[AdamNumbers, ...]]

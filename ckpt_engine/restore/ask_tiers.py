@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -177,16 +177,15 @@ def _wait(
         say(f"waiting for {urls}, up to {limit:.0f} s{why}")
 
 
-def _silent(answers: Sequence[TierReply[T]], waiting: Container[int], waited: float, seconds: float) -> list[int]:
+def _silent(answers: Sequence[TierReply[T]], waiting: Container[int], waited: float, seconds: float) -> Iterator[int]:
     """Those still asked that have given no sign for so long, behind one that has something."""
-    found, behind = list[int](), False
+    behind = False
     for number, answer in enumerate(answers):
         if behind and number in waiting:
             silent_seconds = answer.place.storage.capabilities.silent_seconds
             if (silent_seconds() if silent_seconds is not None else waited) >= seconds:
-                found.append(number)
+                yield number
         behind = behind or bool(answer.value)
-    return found
 
 
 def of_one_run(answers: Sequence[TierReply[T]]) -> Sequence[TierReply[T]]:

@@ -17,7 +17,15 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from ckpt_engine.copy.file_parity import restored
-from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    ForeignError,
+    FormatError,
+    StorageError,
+    StorageMissingError,
+    led_to,
+)
 from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import BufferPool, Decoder, FetchPiece, KnownBytes, ReadLimiter
@@ -413,8 +421,6 @@ class Sources:
 
 def _without_frames(error: CkptError) -> CkptError:
     """The same error, whose chain of tracebacks does not keep buffers alive."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+    for one in led_to(error):
+        one.__traceback__ = None
     return error

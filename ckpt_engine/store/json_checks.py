@@ -1,6 +1,6 @@
 """Checks what types cannot say of JSON that anybody may have written.
 
-Functions raise ValueError, which `reading` turns into the error of a document, with its name.
+`errors.require` raises ValueError, which `reading` turns into the error of a document, with its name.
 """
 
 from __future__ import annotations

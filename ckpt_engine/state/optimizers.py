@@ -275,7 +275,7 @@ def matched(saved: Any, before: Groups, live: Any, now: Groups, is_new: Callable
     """
     numbers = {name: number for number, name in enumerate(chain.from_iterable(before))}
     origins = {name: group for names, group in zip(before, saved["param_groups"], strict=False) for name in names}
-    state, groups = {}, []
+    state, groups = dict[Any, Any](), []
     for names, group in zip(now, live["param_groups"], strict=True):
         origin: dict[str, Any] = next((origins[name] for name in names if name in origins), {})
         own = {key: group[key] for key in _OF_PARAMETERS & group.keys()}

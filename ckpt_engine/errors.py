@@ -42,7 +42,7 @@ Codes never change meaning; a message says what, where, and the next command. Th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 
@@ -51,9 +51,24 @@ def visible(text: str) -> str:
 
     So no name in a store moves the cursor, breaks a line or turns its direction.
     """
-    if text.isprintable():
-        return text
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+def require(fits: bool, what: str) -> None:
+    """Raises ValueError with `what` unless it `fits`."""
+    if not fits:
+        raise ValueError(what)
+
+
+def led_to(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that led to it, each once."""
+    waiting: list[BaseException | None] = [error]
+    seen = set[int]()
+    for one in waiting:  # it grows meanwhile
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [one.__cause__, one.__context__]
 
 
 class CkptError(Exception):

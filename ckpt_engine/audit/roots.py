@@ -80,9 +80,11 @@ def of_modules() -> dict[str, Any]:
         within = frozenset(key for key in near - assigned if changes_in_place(values.get(key)))
         if assigned or within:
             found[name] = Variables(vars(module).__getitem__, assigned, within, module, functions=functions)
-        for one in functions:
-            if vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values())):
-                found[f"{name}.{one.__qualname__}"] = one
+        found |= {
+            f"{name}.{one.__qualname__}": one
+            for one in functions
+            if vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values()))
+        }
     return found
 
 
@@ -179,8 +181,10 @@ def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
             continue
         seen.add(id(function))
         named = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
-        for name, one in named.items():
-            found.add(one.__qualname__ if isinstance(one, type) else f"{function.__module__}.{name}")
+        found |= {
+            one.__qualname__ if isinstance(one, type) else f"{function.__module__}.{name}"
+            for name, one in named.items()
+        }
         waiting += named.values()
     return found
 

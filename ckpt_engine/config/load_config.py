@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -275,7 +275,7 @@ def _plain_number(value: Any) -> Any:
 
 def explain(
     error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, OptionSource], default: OptionSource
-) -> list[OptionProblem]:
+) -> Iterator[OptionProblem]:
     """The first problems behind a pydantic error, in the order of the options.
 
     Args:
@@ -283,12 +283,10 @@ def explain(
         sources: where each top-level key of `values` comes from.
         default: the source of what is missing.
     """
-    problems = []
     for detail in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         loc: KeyPath = tuple(part for part in detail["loc"] if part != SECTION)
         path = _as_written(loc, values, detail["type"])
-        problems.append(OptionProblem(sources.get(str(path[0]), default), path, _text(detail, loc, path, values)))
-    return problems
+        yield OptionProblem(sources.get(str(path[0]), default), path, _text(detail, loc, path, values))
 
 
 def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str, Any]) -> str:

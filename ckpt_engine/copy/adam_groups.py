@@ -8,7 +8,6 @@ costs bytes and nothing else.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +50,7 @@ class _Array:
 
 def find(
     tree: Any, older: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]], changed: Container[str]
-) -> list[AdamGroup]:
+) -> Iterator[AdamGroup]:
     """The groups of all Adam optimizers in `tree`.
 
     Args:
@@ -61,16 +60,14 @@ def find(
     """
     arrays = _arrays_outside(tree, shapes, changed)
     before = dict(_optimizers(older, ()))
-    found = []
     for path, optimizer in _optimizers(tree, ()):
         rows = list(_rows(optimizer, before.get(path), shapes))
         weights = _weights(rows, arrays)
-        found += [
+        yield from (
             AdamGroup(first.entry, second.entry, weights[row], step, numbers)
             for row, (first, second, step, numbers) in enumerate(rows)
             if row in weights
-        ]
-    return found
+        )
 
 
 _Match = tuple[_Array, _Array, str | float, tuple[AdamNumbers, ...]]
@@ -136,22 +133,20 @@ def _arrays_outside(
     tree: Any, shapes: Mapping[str, Any], changed: Container[str]
 ) -> dict[tuple[str, ...], list[_Array]]:
     """Changed float32 arrays that are not in an optimizer, by what they are in; tied ones once."""
-    found: dict[tuple[str, ...], list[_Array]] = defaultdict(list)
     seen: set[str] = set()
     inside = {path for path, _ in _optimizers(tree, ())}
 
-    def walk(node: Any, path: tuple[str, ...]) -> None:
+    def walk(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], _Array]]:
         if path in inside:
             return
         array = _array(node, shapes)
         if array is not None and array.entry not in seen and array.entry in changed:
             seen.add(array.entry)
-            found[path[:-1]].append(array)
+            yield path[:-1], array
         for key, child in _items(node):
-            walk(child, (*path, key))
+            yield from walk(child, (*path, key))
 
-    walk(tree, ())
-    return found
+    return grouped(walk(tree, ()))
 
 
 def _optimizers(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:

@@ -35,11 +35,8 @@ def free_huge_bytes(buddy: Path = _BUDDY) -> int:
         lines = buddy.read_text().splitlines()
     except OSError:
         return 0
-    total = 0
-    for line in lines:
-        counts = line.rpartition("zone")[2].split()[1:]
-        total += sum(int(count) << order for order, count in enumerate(counts) if order >= _ORDER)
-    return total * mmap.PAGESIZE
+    zones = (enumerate(line.rpartition("zone")[2].split()[1:]) for line in lines)
+    return mmap.PAGESIZE * sum(int(count) << order for counts in zones for order, count in counts if order >= _ORDER)
 
 
 def populate(address: int, nbytes: int) -> None:

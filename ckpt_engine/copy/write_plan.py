@@ -476,8 +476,6 @@ def _adam_groups(
 
 def _jobs(work: Sequence[Work], groups: Sequence[tuple[AdamGroup, int]]) -> list[Job]:
     """Those of Adam's groups in the place of the first moment."""
-    if not groups:
-        return list(map(Job, zip(work)))
     there = {one.key: one for one in work if one.over is not None}
     joined: dict[Key, Job] = {}
     for group, start in groups:
@@ -551,10 +549,14 @@ class Bases:
             for manifest in chain((self._manifest,), older):
                 decoder = decoder_of(self._source.storage.get_into, manifest)
                 there = [(name, *placed) for name, entry in manifest.entries.items() for placed in entry.placed()]
-                for entries in manifest.bases.values():
-                    for name, pieces in entries.items():
-                        # Of those that were encoded together a decoder would have to know whose they are.
-                        there += [(name, start, piece) for start, piece in pieces.items() if not piece.group]
+                # Of those that were encoded together a decoder would have to know whose they are.
+                there += [
+                    (name, start, piece)
+                    for entries in manifest.bases.values()
+                    for name, pieces in entries.items()
+                    for start, piece in pieces.items()
+                    if not piece.group
+                ]
                 for name, start, piece in there:
                     if piece.content_digest is not None:
                         yield (name, start, piece.content_digest), (decoder, piece)

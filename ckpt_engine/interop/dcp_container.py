@@ -12,7 +12,7 @@ from ckpt_engine.copy.job import EntryLayout, Layout
 from ckpt_engine.copy.write_snapshot import CutLayout, ParallelMap
 from ckpt_engine.errors import UnstorableLeafError
 from ckpt_engine.ranks.boxes import Box
-from ckpt_engine.state.entries import dtype_name
+from ckpt_engine.state.entries import dtype_name, free_name
 from ckpt_engine.state.flatten import tensor_problem
 from ckpt_engine.state.rebuild import flat_bytes
 from ckpt_engine.store.container import container_form, data_header, digest
@@ -97,10 +97,7 @@ class Container:
     def _rows(self) -> Iterator[tuple[str, str, Sequence[int], int]]:
         taken: set[str] = set()
         for one in self._arrays:
-            name, n = one.name, 2
-            while name in taken:  # several boxes of one array
-                name, n = f"{one.name}~{n}", n + 1
-            taken.add(name)
+            name = free_name(one.name, taken)  # there may be several boxes of one array
             form = container_form(dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes)
             yield name, *form, one.tensor.nbytes
 

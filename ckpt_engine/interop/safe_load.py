@@ -233,6 +233,8 @@ def _harmless() -> list[Any]:
     for name, made in (("_reconstruct", np.empty(0)), ("scalar", np.float64(0))):
         function: Any = made.__reduce__()
         found += [(function[0], f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
-    for name in ("PosixPath", "PurePosixPath"):
-        found += [(getattr(pathlib, name), f"{module}.{name}") for module in ("pathlib", "pathlib._local")]
-    return found
+    paths = (pathlib.PosixPath, pathlib.PurePosixPath)
+    return [
+        *found,
+        *((kind, f"{module}.{kind.__name__}") for kind in paths for module in ("pathlib", "pathlib._local")),
+    ]

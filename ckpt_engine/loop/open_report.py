@@ -15,7 +15,6 @@ from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import (
     FILE_NAME,
     NotRestored,
-    Rejected,
     Replay,
     Restored,
     ResumeReport,
@@ -122,7 +121,7 @@ def report_of(
         epoch=None if changes.restarts else info.epoch,
         restored=tuple(restored),
         not_restored=tuple(missing),
-        rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in loaded.rejected),
+        rejected=loaded.rejected,
         notes=(*notes, *loaded.notes),
         seconds=loaded.seconds,
         read_bytes=loaded.read_bytes,

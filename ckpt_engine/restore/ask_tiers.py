@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +17,15 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from ckpt_engine.copy.file_parity import restored
-from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    ForeignError,
+    FormatError,
+    StorageError,
+    StorageMissingError,
+    led_to,
+)
 from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import BufferPool, Decoder, FetchPiece, KnownBytes, ReadLimiter
@@ -177,16 +185,15 @@ def _wait(
         say(f"waiting for {urls}, up to {limit:.0f} s{why}")
 
 
-def _silent(answers: Sequence[TierReply[T]], waiting: Container[int], waited: float, seconds: float) -> list[int]:
+def _silent(answers: Sequence[TierReply[T]], waiting: Container[int], waited: float, seconds: float) -> Iterator[int]:
     """Those still asked that have given no sign for so long, behind one that has something."""
-    found, behind = list[int](), False
+    behind = False
     for number, answer in enumerate(answers):
         if behind and number in waiting:
             silent_seconds = answer.place.storage.capabilities.silent_seconds
             if (silent_seconds() if silent_seconds is not None else waited) >= seconds:
-                found.append(number)
+                yield number
         behind = behind or bool(answer.value)
-    return found
 
 
 def of_one_run(answers: Sequence[TierReply[T]]) -> Sequence[TierReply[T]]:
@@ -268,10 +275,8 @@ def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
     Raises:
         CkptError: no place answers.
     """
-    found: dict[str, SnapshotInfo] = {}
-    for answer in of_one_run(ask(places, infos)):
-        for info in answer.value or ():
-            found.setdefault(info.id, info)
+    nearest_last = reversed(of_one_run(ask(places, infos)))
+    found = {info.id: info for answer in nearest_last for info in answer.value or ()}
     return sorted(found.values(), key=by_age)
 
 
@@ -416,8 +421,6 @@ class Sources:
 
 def _without_frames(error: CkptError) -> CkptError:
     """The same error, whose chain of tracebacks does not keep buffers alive."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+    for one in led_to(error):
+        one.__traceback__ = None
     return error

@@ -25,7 +25,9 @@ from ckpt_engine.errors import (
     StorageError,
     StorageMissingError,
 )
+from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
+from ckpt_engine.observe.resume_report import Rejected
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.ask_tiers import Repair
 from ckpt_engine.restore.memory import URL
@@ -44,21 +46,19 @@ MAX_TOLD = 20
 
 
 @dataclass(frozen=True, slots=True)
-class RejectedCandidate:
-    """A snapshot that was not used, and why."""
-
-    snapshot: str
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class UnreachableTier:
     """A place that could not be asked, and why."""
 
     url: str
     code: str
     reason: str
+
+
+def away_of(answers: Sequence[ask_tiers.TierReply[ask_tiers.T]]) -> tuple[UnreachableTier, ...]:
+    """Those that did not answer, and why."""
+    return tuple(
+        UnreachableTier(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None
+    )
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class SearchLog:
     """
 
     known: dict[bytes, Manifest] = field(default_factory=dict)
-    rejected: list[RejectedCandidate] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)
     """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting again."""
     away: list[UnreachableTier] = field(default_factory=list)
@@ -97,9 +97,7 @@ class SearchLog:
         if places == 1 and not isinstance(error, FormatError | StorageMissingError):
             raise error
         advice = (advice_on(one.storage, file) for one in sources for file in self.damaged)
-        self.rejected.append(
-            RejectedCandidate(snapshot, error.code, f"{error.message}{next(filter(None, advice), '')}")
-        )
+        self.rejected.append(Rejected(snapshot, error.code, f"{error.message}{next(filter(None, advice), '')}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +150,11 @@ def candidates(
     Raises:
         CkptError: whatever `check` raises, and the storage's if no place can be read at all.
     """
-    holders: dict[ParsedId, list[Repository]] = {}
     question = ask_tiers.ids if len(where) > 1 else Repository.ids
     silence = ask_tiers.SILENT_SECONDS if only is None else math.inf
-    for answer in ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence)):
-        if answer.error is not None:
-            search.away.append(UnreachableTier(answer.place.storage.url, answer.error.code, answer.error.message))
-        for parsed in answer.value or ():
-            holders.setdefault(parsed, []).append(answer.place)
+    answers = ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence))
+    search.away += away_of(answers)
+    holders = grouped((parsed, answer.place) for answer in answers for parsed in answer.value or ())
     newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
     search.newest_seq = newest_first[0].seq if newest_first else 0
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
@@ -325,13 +320,13 @@ def require_none(where: Sequence[Repository], search: SearchLog, step: int | Non
     urls = ", ".join(named)
     missed = search.missed(where)
     away = [f"  {one.url}: [{one.code}] {one.reason}" for one in missed]
-    if any(one.snapshot not in search.unfinished for one in search.rejected):
+    if any(one.id not in search.unfinished for one in search.rejected):
         instead = "start a new run in another folder"
         if any(place.storage.capabilities.nodes is not None for place in where):
             instead = f"remove {named[0]} on every node to start a new run"
         raise NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:",
-            *[f"  {one.snapshot}: [{one.code}] {one.reason}" for one in search.rejected],
+            *[f"  {one.id}: [{one.code}] {one.reason}" for one in search.rejected],
             *away,
             "",
             hint=f"look closer with `ckpt verify {named[0]}`, or {instead}",
@@ -391,9 +386,9 @@ def notes_about(
         yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
     yield from candidate.notes
     yield from (
-        f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
+        f"another copy of {one.id} is damaged: [{one.code}] {one.reason}"
         for one in search.rejected
-        if one.snapshot == candidate.info.id
+        if one.id == candidate.info.id
     )
     yield from _notes_of_repairs(repairs, next(one.storage.url for one in where if one.storage.url != URL))
 
@@ -411,10 +406,6 @@ def _notes_of_repairs(repairs: Sequence[Repair], nearest: str) -> Iterator[str]:
             else "mend that copy when the run has ended"
         )
         yield f"{mends} `ckpt repair {units.place(bad)} --from {units.place(good)}`"
-    sums: dict[tuple[str, str, str], Repair] = {}
-    for repair in repairs:
-        if repair.entry is None:
-            key = (repair.file, repair.bad, repair.good)
-            before = sums.get(key)
-            sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
-    yield from map(str, sums.values())
+    requests = grouped(((one.file, one.bad, one.good), one) for one in repairs if one.entry is None)
+    for some in requests.values():
+        yield str(replace(some[0], nbytes=sum(one.nbytes for one in some)))

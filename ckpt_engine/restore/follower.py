@@ -152,10 +152,10 @@ class _Follower:
         for one in search.rejected:
             if one.code.startswith(StorageError.code[:-2]):
                 if found is None:
-                    raise StorageMissingError(f"{one.snapshot}: {one.reason}")
-            elif one.snapshot not in self._refused:
-                self._say(f"{one.snapshot} is left out: [{one.code}] {one.reason}")
-                self._refused[one.snapshot] = CorruptError(one.reason)
+                    raise StorageMissingError(f"{one.id}: {one.reason}")
+            elif one.id not in self._refused:
+                self._say(f"{one.id} is left out: [{one.code}] {one.reason}")
+                self._refused[one.id] = CorruptError(one.reason)
         return found
 
     def _read(self, candidate: Candidate) -> dict[str, torch.Tensor]:

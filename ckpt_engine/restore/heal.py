@@ -50,4 +50,4 @@ def after_load(
 def passed_over(found: Loaded) -> set[str]:
     """What a load has passed over for good. A place that is unreachable may still have it whole."""
     useless = FormatError.code[:-2], StorageMissingError.code
-    return set() if found.away else {one.snapshot for one in found.rejected if one.code.startswith(useless)}
+    return set() if found.away else {one.id for one in found.rejected if one.code.startswith(useless)}

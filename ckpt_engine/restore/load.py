@@ -34,6 +34,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, said_if_slow
+from ckpt_engine.observe.resume_report import Rejected
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, heal, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
@@ -41,7 +42,6 @@ from ckpt_engine.restore.changes import UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
     Candidate,
     ManifestCheck,
-    RejectedCandidate,
     SearchLog,
     UnreachableTier,
     candidates,
@@ -104,7 +104,7 @@ class Loaded:
     info: SnapshotInfo
     manifest: Manifest = field(repr=False)
     notes: tuple[str, ...]
-    rejected: tuple[RejectedCandidate, ...]
+    rejected: tuple[Rejected, ...]
     read_bytes: int
     seconds: float
     place: str = ""
@@ -199,7 +199,7 @@ def load(
             info=candidate.info,
             manifest=manifest,
             notes=(*notes, *notes_about(where, candidate, sources.repairs, search)),
-            rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
+            rejected=tuple(one for one in search.rejected if one.id != candidate.info.id),
             read_bytes=nbytes,
             seconds=time.perf_counter() - began,
             place=candidate.sources[0].storage.url,
@@ -291,7 +291,7 @@ def load_together(session: Session, where: FindPlaces, step: int | None, **how: 
             damaged.update(*hurt)
             if verdict is None:
                 assert found is not None
-                rejected = tuple(one for one in (*search.rejected, *found.rejected) if one.snapshot != chosen)
+                rejected = tuple(one for one in (*search.rejected, *found.rejected) if one.id != chosen)
                 return replace(found, rejected=rejected, newest_seq=search.newest_seq, damaged=frozenset(damaged))
             error = ErrorRecord(**verdict).exception()
             if not isinstance(error, NoUsableSnapshotError):

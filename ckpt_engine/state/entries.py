@@ -242,12 +242,16 @@ class Names:
     _taken: set[str] = field(default_factory=lambda: {"__metadata__"})
 
     def unique(self, path: TreePath) -> str:
-        base = entry_name(path) or "value"
-        name, n = base, 2
-        while name in self._taken:
-            name, n = f"{base}~{n}", n + 1
-        self._taken.add(name)
-        return name
+        return free_name(entry_name(path) or "value", self._taken)
+
+
+def free_name(base: str, taken: set[str]) -> str:
+    """A name that is not taken yet, and is from now on."""
+    name, n = base, 2
+    while name in taken:
+        name, n = f"{base}~{n}", n + 1
+    taken.add(name)
+    return name
 
 
 def mine(drafts: Sequence[EntrySource], ranks: Ranks) -> list[EntrySource]:

@@ -466,13 +466,12 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 
 def _unstorable(item: Any, path: TreePath) -> UnstorableLeafError:
     kind = f"{type(item).__module__}.{type(item).__qualname__}"
+    what = f"object of type {kind}"
     if isinstance(item, torch.Tensor):
         what, hint = f"tensor subclass {kind}", "opt in with pickle: [that path], or save its plain tensors"
     elif callable(getattr(owner := getattr(item, "__self__", item), "state_dict", None)):
-        what = f"object of type {kind}"
         hint = f"save its state: the result of state_dict() of the {type(owner).__name__}"
     else:
-        what = f"object of type {kind}"
         hint = "store plain data instead (numbers, strings, tensors, dataclasses), or opt in with pickle: [that path]"
     return UnstorableLeafError(f"cannot store {what} at {show_path(path)} without pickle", hint=hint)
 

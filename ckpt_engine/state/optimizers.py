@@ -275,14 +275,16 @@ def matched(saved: Any, before: Groups, live: Any, now: Groups, is_new: Callable
     """
     numbers = {name: number for number, name in enumerate(chain.from_iterable(before))}
     origins = {name: group for names, group in zip(before, saved["param_groups"], strict=False) for name in names}
-    state, groups = {}, []
+    state, groups = dict[Any, Any](), []
     for names, group in zip(now, live["param_groups"], strict=True):
         origin: dict[str, Any] = next((origins[name] for name in names if name in origins), {})
         own = {key: group[key] for key in _OF_PARAMETERS & group.keys()}
         groups.append({**group, **origin, **own})
-        for name, number in zip(names, group["params"], strict=True):
-            if numbers.get(name) in saved["state"] and not is_new(name):
-                state[number] = saved["state"][numbers[name]]
+        state |= {
+            number: saved["state"][numbers[name]]
+            for name, number in zip(names, group["params"], strict=True)
+            if numbers.get(name) in saved["state"] and not is_new(name)
+        }
     return {**saved, "state": state, "param_groups": groups}
 
 

@@ -123,9 +123,7 @@ class BufferPool:
     def give(self, *rooms: memoryview) -> None:
         """Those of them that were taken here are not used any more."""
         with self._lock:
-            for room in rooms:
-                if isinstance(room.obj, mmap.mmap):
-                    self._spare.append(room.obj)
+            self._spare += [room.obj for room in rooms if isinstance(room.obj, mmap.mmap)]
             self._spare.sort(key=len)
             while sum(map(len, self._spare)) > SPARE_BYTES:
                 del self._spare[0]
@@ -242,10 +240,9 @@ class GroupDecoder:
 
 def stored_pieces(manifest: Manifest) -> list[tuple[str, Piece]]:
     """Everything that must be stored for a snapshot: (entry, piece) of its entries, then of their bases."""
-    found = [(name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
-    for entries in manifest.bases.values():
-        found += [(name, piece) for name, pieces in entries.items() for piece in pieces.values()]
-    return found
+    own = ((name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces)
+    bases = (row for entries in manifest.bases.values() for row in entries.items())
+    return [*own, *((name, piece) for name, pieces in bases for piece in pieces.values())]
 
 
 class HasPiece(Protocol):

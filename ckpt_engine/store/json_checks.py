@@ -1,6 +1,6 @@
 """Checks what types cannot say of JSON that anybody may have written.
 
-Functions raise ValueError, which `reading` turns into the error of a document, with its name.
+`errors.require` raises ValueError, which `reading` turns into the error of a document, with its name.
 """
 
 from __future__ import annotations
@@ -26,12 +26,6 @@ def reading(what: str, hint: str | None = None) -> Iterator[None]:
     except _MALFORMED as err:
         why = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
         raise CorruptError(f"{what}: {why}", hint=hint) from err
-
-
-def require(fits: bool, what: str) -> None:
-    """Raises ValueError with `what` unless it `fits`."""
-    if not fits:
-        raise ValueError(what)
 
 
 def are_sizes(value: Any) -> bool:

@@ -9,13 +9,14 @@ atomic about them.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgspec
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError
 from ckpt_engine.store import names
@@ -36,32 +37,30 @@ _FREE = b"{}\n"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the lease object says. `holder` is for people; `token` and `beat` decide."""
+    """What the lease object says, besides its holder for people."""
 
-    holder: dict[str, Any]
     token: str
     beat: int
     ttl_seconds: float
-    place: ProcessIdentity | None
+    place: ProcessIdentity | None = None
 
-    def encode(self) -> bytes:
-        lease = {"token": self.token, "beat": self.beat, "ttl_seconds": self.ttl_seconds}
-        place = asdict(self.place) if self.place else None
-        return seal({**self.holder, "lease": {**lease, "place": place}}) + b"\n"
+    def encode(self, holder: Mapping[str, Any]) -> bytes:
+        return seal({**holder, "lease": asdict(self)}) + b"\n"
 
     @classmethod
-    def decode(cls, data: bytes) -> Self | None:
-        """The record, or None if these bytes are none."""
+    def decode(cls, data: bytes) -> Record | None:
+        """The record, or None if these bytes are none. Their digest has no weight: a flip in what is for people does
+        not end a lease.
+        """
         try:
-            row = json.loads(data)
-            lease = row.pop("lease")
-            row.pop("digest", None)  # of no weight here: a flip in what is for people does not end a lease
-            place = lease.get("place")
-            known = {field.name for field in fields(ProcessIdentity)}
-            there = ProcessIdentity(**place) if isinstance(place, dict) and set(place) == known else None
-            return cls(row, str(lease["token"]), int(lease["beat"]), float(lease["ttl_seconds"]), there)
-        except (ValueError, LookupError, TypeError, AttributeError):
+            return msgspec.json.decode(data, type=_Stored).lease
+        except msgspec.DecodeError:
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    lease: Record
 
 
 class LeaseSlot:
@@ -97,7 +96,7 @@ class Timing:
     pause: Callable[[float], None] = time.sleep
 
 
-def take(slot: LeaseSlot, holder: dict[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
+def take(slot: LeaseSlot, holder: Mapping[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
     """Take the lease, waiting at most `wait_seconds` for a holder that lives.
 
     It takes up to the holder's `ttl_seconds` to see whether it does.
@@ -129,12 +128,12 @@ def take(slot: LeaseSlot, holder: dict[str, Any], wait_seconds: float, timing: T
 
 
 def _try_to_take(
-    slot: LeaseSlot, holder: dict[str, Any], seen: tuple[bytes, str] | None, timing: Timing
+    slot: LeaseSlot, holder: Mapping[str, Any], seen: tuple[bytes, str] | None, timing: Timing
 ) -> ObjectLease | None:
-    record = Record(holder, os.urandom(16).hex(), 0, timing.ttl_seconds, ProcessIdentity.current())
+    record = Record(os.urandom(16).hex(), 0, timing.ttl_seconds, ProcessIdentity.current())
     began = timing.clock()
     try:
-        slot.write(record.encode(), seen[1] if seen else None)
+        slot.write(record.encode(holder), seen[1] if seen else None)
     except StorageExistsError:
         return None
     timing.pause(max(timing.settle_seconds, 3 * (timing.clock() - began)))
@@ -142,14 +141,17 @@ def _try_to_take(
     found = Record.decode(back[0]) if back else None
     if found is None or found.token != record.token:
         return None
-    return ObjectLease(slot, record, began, timing)
+    return ObjectLease(slot, holder, record, began, timing)
 
 
 class ObjectLease(Lease):
     """A lease that a thread keeps renewing. `check` asks the store."""
 
-    def __init__(self, slot: LeaseSlot, record: Record, written: float, timing: Timing) -> None:
+    def __init__(
+        self, slot: LeaseSlot, holder: Mapping[str, Any], record: Record, written: float, timing: Timing
+    ) -> None:
         self._slot = slot
+        self._holder = holder
         self._record = record
         self._written = written
         self._timing = timing
@@ -193,7 +195,7 @@ class ObjectLease(Lease):
                 return
             following = replace(self._record, beat=self._record.beat + 1)
             try:
-                self._slot.write(following.encode(), version)
+                self._slot.write(following.encode(self._holder), version)
             except StorageExistsError as err:
                 raise self._taken() from err
             self._record, self._written = following, now

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ckpt_engine.config.option_types import parse_duration_seconds
-from ckpt_engine.errors import ConfigError
+from ckpt_engine.errors import ConfigError, require
 from ckpt_engine.frequency.failures import (
     CLASSES,
     SHARES,
@@ -68,8 +68,7 @@ def failures_of(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         try:
             shape, scale = value.split(",")
             form, seconds = float(shape), parse_duration_seconds(scale)
-            if not 0.1 <= form <= 10.0:
-                raise ValueError("the shape is from 0.1 to 10")
+            require(0.1 <= form <= 10.0, "the shape is from 0.1 to 10")
         except ValueError as err:
             raise ConfigError(f"--failures {name}: {err}", hint="as in weibull:0.6,7.5h") from err
         mean = seconds * math.gamma(1.0 + 1.0 / form)
@@ -114,10 +113,8 @@ def read_trace(path: Path) -> list[tuple[float, str]]:
         time, _, kind = text.rpartition(" ")
         try:
             seconds = parse_duration_seconds(time)
-            if kind not in CLASSES:
-                raise ValueError(f"{kind!r} is none of {', '.join(CLASSES)}")
-            if found and seconds <= found[-1][0]:
-                raise ValueError("times rise")
+            require(kind in CLASSES, f"{kind!r} is none of {', '.join(CLASSES)}")
+            require(not found or seconds > found[-1][0], "times rise")
         except ValueError as err:
             raise ConfigError(f"{path}:{number}: {err}", hint="a line is `3h 20min machine`") from err
         found.append((seconds, kind))

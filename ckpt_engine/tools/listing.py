@@ -8,12 +8,12 @@ from typing import Any
 
 from ckpt_engine.grouping import grouped
 from ckpt_engine.restore import ask_tiers
-from ckpt_engine.restore.choose import UnreachableTier
+from ckpt_engine.restore.choose import UnreachableTier, away_of
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.branches import Branch, branches
 from ckpt_engine.store.manifest import SnapshotInfo, by_age
 from ckpt_engine.store.repository import Listing, Repository
-from ckpt_engine.tools.stored_run import Run, away_of
+from ckpt_engine.tools.stored_run import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -223,14 +223,14 @@ def _taken(rows: Sequence[tuple[SnapshotInfo, Sequence[TierListing]]]) -> list[S
     ]
 
 
-def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]:
+def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> Iterator[Life]:
     """The attempts, and which snapshot each went on from, as those that it has left say."""
     resumed: list[int | None] = []
     for one, following in zip_longest(history.attempts, history.attempts[1:]):
         end = math.inf if following is None else following.began
         parent = parse_id(next((info.parent or "" for info in infos if one.began <= info.created < end), ""))
         resumed.append(one.resumed_at if one.resumed_at >= 0 else None if parent is None else parent.step)
-    lives, spent = [], history.before
+    spent = history.before
     for number, (one, following) in enumerate(zip_longest(history.attempts, history.attempts[1:])):
         was, spent = spent.parts, after(spent, one, following)
         step = one.step if one.step >= 0 else None
@@ -240,20 +240,17 @@ def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]
         seconds = {name: total - was[name] for name, total in spent.parts.items()}
         cost = seconds["down"] + seconds["replay"] - one.times.get("replay", 0.0)
         again = (following.times.get(name, 0.0) for name in _AGAIN) if following is not None else ()
-        lives.append(
-            Life(
-                host=one.host,
-                start=one.started or one.began,
-                lasted=one.lasted,
-                ended=failure_of(one) if one.end is not None or following is None else "lost with its machine",
-                failed=failed,
-                step=step,
-                resumed=resumed[number],
-                lost_steps=lost,
-                seconds=seconds,
-                lost_seconds=cost + sum(again) if failed and following is not None and one.times else None,
-                proof=one.proof,
-                intervals=tuple((one.began + since, steps, why) for since, steps, why in one.intervals),
-            )
+        yield Life(
+            host=one.host,
+            start=one.started or one.began,
+            lasted=one.lasted,
+            ended=failure_of(one) if one.end is not None or following is None else "lost with its machine",
+            failed=failed,
+            step=step,
+            resumed=resumed[number],
+            lost_steps=lost,
+            seconds=seconds,
+            lost_seconds=cost + sum(again) if failed and following is not None and one.times else None,
+            proof=one.proof,
+            intervals=tuple((one.began + since, steps, why) for since, steps, why in one.intervals),
         )
-    return lives

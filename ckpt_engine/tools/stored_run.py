@@ -19,7 +19,7 @@ from ckpt_engine.errors import CkptError, ForeignError, StorageMissingError
 from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.units import first
 from ckpt_engine.restore import ask_tiers
-from ckpt_engine.restore.choose import UnreachableTier
+from ckpt_engine.restore.choose import UnreachableTier, away_of
 from ckpt_engine.store.names import RECORD, ParsedId
 from ckpt_engine.store.repository import ForkPoint, Repository, RunRecord, fork_of
 from ckpt_engine.store.storage import open_storage
@@ -137,13 +137,6 @@ def find_run(
     urls = tuple(repository.storage.url for repository in repositories)
     parts = {url: tier.parts for url, tier in zip(urls, tiers, strict=True)}
     return Run(tuple(place for place, _ in there), in_order, away, urls, parts)
-
-
-def away_of(answers: Sequence[ask_tiers.TierReply[ask_tiers.T]]) -> tuple[UnreachableTier, ...]:
-    """Those that did not answer, and why."""
-    return tuple(
-        UnreachableTier(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None
-    )
 
 
 def _ids_of_run(place: Repository) -> tuple[ParsedId, ...]:

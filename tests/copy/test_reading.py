@@ -143,7 +143,7 @@ def test_a_damaged_piece_or_base_leads_to_the_snapshot_before(tmp_path: Path, of
     found = folder.load()
     assert same(found.state, state(1))
     (rejected,) = found.rejected
-    assert rejected.snapshot == folder.newest and name in rejected.reason
+    assert rejected.id == folder.newest and name in rejected.reason
     assert not Checker(folder.repository, lambda _: None).check(folder.newest).ok
 
 

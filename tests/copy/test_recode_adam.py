@@ -237,7 +237,7 @@ def groups_in(root: Path, *states: dict[str, Any]) -> list[AdamGroup]:
     place = Repository(LocalStorage(root))
     older, newer = (place.read(parsed.id) for parsed in (place.ids()[0], place.ids()[-1]))
     shapes = {name: (entry.dtype, entry.shape) for name, entry in newer.entries.items()}
-    return find(newer.tree, older.tree, shapes, set(shapes))
+    return list(find(newer.tree, older.tree, shapes, set(shapes)))
 
 
 def trained(network: torch.nn.Module, parameters: Any = None, **options: Any) -> torch.optim.Optimizer:

@@ -200,7 +200,7 @@ def test_damage_to_shared_data_leads_to_what_is_whole(tmp_path: Path) -> None:
     flip_bit(life.root / third.files[piece.file].name, piece.offset)
     found = load([life.repository])
     assert found is not None and same(found.state, whole)
-    assert [one.snapshot for one in found.rejected] == [third.info.id, second.info.id]
+    assert [one.id for one in found.rejected] == [third.info.id, second.info.id]
 
 
 def test_a_copy_takes_what_it_refers_to_along_once(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_damaged_base_is_noticed_and_the_snapshot_before_it_used(tmp_path: Pat
     flip_bit(life.root / manifests[1].files[base.file].name, base.offset + 5)
     found = load([life.repository])
     assert found is not None and same(found.state, whole)
-    assert [one.snapshot for one in found.rejected] == [one.info.id for one in reversed(manifests[1:])]
+    assert [one.id for one in found.rejected] == [one.info.id for one in reversed(manifests[1:])]
     assert all("table" in one.reason for one in found.rejected)
     assert pieces
 

@@ -133,9 +133,8 @@ class Site:
         text = kept.read_bytes()
         kept.unlink()
         if Path(storage.root).name == "far":  # the other form: of a storage without locks
-            text = object_lease.Record(
-                json.loads(text), "ab" * 16, 7, 30.0, lease_holder.ProcessIdentity.current()
-            ).encode()
+            place = lease_holder.ProcessIdentity.current()
+            text = object_lease.Record("ab" * 16, 7, 30.0, place).encode(json.loads(text))
         (Path(storage.root) / names.LEASE).write_bytes(text)
 
     def _add_part(self, repository: Repository, source: Manifest) -> None:

@@ -170,7 +170,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_older_one(tmp_path: Path, how
     assert same(ckpt.load(), state(1))
     assert ckpt.loaded is not None
     (rejected,) = ckpt.loaded.rejected
-    assert "-s0000000002-" in rejected.snapshot and rejected.reason
+    assert "-s0000000002-" in rejected.id and rejected.reason
 
 
 def test_nothing_usable_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:

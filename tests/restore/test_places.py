@@ -127,7 +127,7 @@ def test_a_tensor_that_is_damaged_everywhere_costs_the_snapshot(run: Path) -> No
         flip(run, place, newest, "model/a")
     found = loaded(run)
     assert found.info.step == 2
-    assert [(r.snapshot, r.code) for r in found.rejected] == [(newest, "CKPT401")]
+    assert [(r.id, r.code) for r in found.rejected] == [(newest, "CKPT401")]
     assert "model/a" in found.rejected[0].reason
 
 

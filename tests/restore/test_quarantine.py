@@ -99,7 +99,7 @@ def test_listings_status_and_resumes_say_it_without_reading_it_again(ckpt: Ckpt,
     with Checkpointer(str(root), writer="thread") as run:
         assert same(run.load(), state(2)) and run.loaded is not None
         (rejected,) = run.loaded.rejected
-        assert (rejected.snapshot, rejected.reason) == (ids[2], f"{file} was found damaged, and nothing mends it")
+        assert (rejected.id, rejected.reason) == (ids[2], f"{file} was found damaged, and nothing mends it")
     assert (root / file).read_bytes() == hurt
     with Checkpointer(str(root), writer="thread") as run, pytest.raises(NoUsableSnapshotError, match="do not match"):
         run.load(step=3)

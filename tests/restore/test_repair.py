@@ -170,7 +170,7 @@ def test_damage_in_all_copies_costs_the_snapshot(pair: Pair) -> None:
     assert found.info.step == 1
     assert same(live["model"], state(1)["model"])
     (rejected,) = found.rejected
-    assert (rejected.snapshot, rejected.code) == (pair.ids[-1], "CKPT401")
+    assert (rejected.id, rejected.code) == (pair.ids[-1], "CKPT401")
     assert "model/big" in rejected.reason
 
 

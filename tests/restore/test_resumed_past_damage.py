@@ -107,7 +107,7 @@ def test_what_could_not_be_used_is_not_referred_to(tmp_path: Path, codec: str, f
         assert damaged not in [file.name for file in repository(place).read(repository(place).ids()[0].id).files]
     with Checkpointer(options) as ckpt:
         assert same(ckpt.load(), start)
-        assert ckpt.loaded is not None and [one.snapshot for one in ckpt.loaded.rejected] == [manifest.info.id]
+        assert ckpt.loaded is not None and [one.id for one in ckpt.loaded.rejected] == [manifest.info.id]
         assert ckpt.save(state(3), step=3).wait(WAIT_SECONDS)
     for place in places:
         assert damaged not in [file.name for file in newest(place).files]

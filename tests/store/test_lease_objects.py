@@ -94,7 +94,7 @@ def no_threads_stay() -> Iterator[None]:
 
 def written_elsewhere(cell: Cell, beat: int = 0) -> None:
     """The lease of a process on another machine."""
-    cell.data = Record(dict(ME), "theirs", beat, 30.0, ELSEWHERE).encode()
+    cell.data = Record("theirs", beat, 30.0, ELSEWHERE).encode(ME)
     cell.version += 1
 
 
@@ -150,7 +150,7 @@ def test_a_dead_process_of_this_machine_does_not_have_to_expire(clock: Clock) ->
     assert not here.is_dead()
     cell = Cell()
     for dead in (replace(here, pid=2**22 + 1), replace(here, ticks=here.ticks + 1)):
-        cell.data = Record(dict(ME), "theirs", 3, 30.0, dead).encode()
+        cell.data = Record("theirs", 3, 30.0, dead).encode(ME)
         take(cell, ME, 0, clock.timing()).release()
     assert clock.now < 5
     assert not replace(here, boot="other", ticks=0).is_dead()
@@ -162,18 +162,18 @@ def test_of_two_takers_at_once_one_gets_it(clock: Clock, conditional: bool) -> N
     cell = Cell(conditional=conditional)
     written_elsewhere(cell)
     seen = cell.read()
-    other = Record(dict(ME), "faster", 0, 30.0, ELSEWHERE)
+    other = Record("faster", 0, 30.0, ELSEWHERE)
 
     def faster() -> None:
         if clock.now == 31:
-            cell.data = other.encode()
+            cell.data = other.encode(ME)
             cell.version += 1
 
     clock.meanwhile = faster
     with pytest.raises(LeaseHeldError):
         take(cell, ME, 0, clock.timing())
     assert seen is not None
-    assert cell.data == other.encode()
+    assert cell.data == other.encode(ME)
 
 
 def test_a_write_between_our_look_and_our_write_wins(clock: Clock) -> None:
@@ -190,7 +190,7 @@ def test_a_write_between_our_look_and_our_write_wins(clock: Clock) -> None:
     cell.read = late  # type: ignore[method-assign]
     with pytest.raises(LeaseHeldError):
         take(cell, ME, 0, clock.timing())
-    assert Record.decode(cell.data or b"") == Record(dict(ME), "theirs", 0, 30.0, ELSEWHERE)
+    assert Record.decode(cell.data or b"") == Record("theirs", 0, 30.0, ELSEWHERE)
 
 
 def test_the_ousted_notice_before_they_delete(clock: Clock) -> None:
@@ -447,7 +447,7 @@ def test_mounts_tell_whose_locks_are_shared(path: str, shared: bool) -> None:
 
 def test_records_survive_the_trip() -> None:
     """A record comes back from its bytes, and other bytes are no record."""
-    record = Record(dict(ME), "token", 7, 30.0, ProcessIdentity.current())
-    assert Record.decode(record.encode()) == record
+    record = Record("token", 7, 30.0, ProcessIdentity.current())
+    assert Record.decode(record.encode(ME)) == record
     bad: list[Any] = [b"", b"[]", b"{}", b"1", b'{"lease": {"token": 1, "beat": "x", "ttl_seconds": 1}}']
     assert [Record.decode(data) for data in bad] == [None] * len(bad)

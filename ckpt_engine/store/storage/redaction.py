@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from urllib.parse import quote
 
+from ckpt_engine.errors import led_to
+
 _WORDS = ("key", "secret", "token", "pass", "credential", "sas", "connection_string")
 _PUBLIC = frozenset({"endpoint_url", "region_name", "anon", "profile", "project", "account_name", "host", "port"})
 _ENVIRONMENT = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -42,17 +44,10 @@ def redacted(text: str, secrets: Collection[str]) -> str:
 
 def shows(error: BaseException, secrets: Collection[str]) -> bool:
     """Whether a traceback of `error` would show one of them or a signed URL, in what led to it too."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
+    for one in led_to(error):
         text = "\n".join([f"{one!r} {one}", *getattr(one, "__notes__", ())])
         if redacted(text, secrets) != text or _SIGNED.search(text):
             return True
-        waiting += [one.__cause__, one.__context__]
     return False
 
 

@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckpt_engine.errors import led_to
+
 T = TypeVar("T")
 BASE_SECONDS = 0.1
 CAP_SECONDS = 8.0
@@ -66,14 +68,7 @@ def is_asking() -> bool:
 
 def is_hopeless(error: BaseException) -> bool:
     """Whether no server listens there, and the caller does not wait for one: see `asking`."""
-    if not _asking.get():
-        return False
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.errno in _NOBODY:
-            return True
-        link = link.__cause__ or link.__context__
-    return False
+    return _asking.get() and any(isinstance(one, OSError) and one.errno in _NOBODY for one in led_to(error))
 
 
 @dataclass(frozen=True, slots=True)

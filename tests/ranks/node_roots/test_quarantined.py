@@ -33,7 +33,7 @@ def test_the_one_before_is_loaded_by_all(tmp_path: Path, noting: tuple[str, ...]
     loaded = again[0].loaded
     assert loaded is not None
     (rejected,) = loaded.rejected
-    assert rejected.snapshot == noted[0][0]
+    assert rejected.id == noted[0][0]
     assert rejected.reason in [f"{file} was found damaged, and nothing mends it" for _, file in noted]
     close_all(again)
 

@@ -215,7 +215,7 @@ def test_what_vanishes_after_the_choice_is_passed_over_and_the_next_load_looks_a
         manifest.unlink()
         assert ckpt.load() == {"x": torch.tensor([1])}
         assert ckpt.loaded is not None
-        assert [one.snapshot for one in ckpt.loaded.rejected] == [chosen.info.id]
+        assert [one.id for one in ckpt.loaded.rejected] == [chosen.info.id]
         manifest.write_bytes(text)
         assert ckpt.load() == {"x": torch.tensor([2])}
 

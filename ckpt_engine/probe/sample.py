@@ -128,10 +128,10 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
     if not address:
         words = b""
     elif tensor.is_contiguous():
-        words = MEMORY[address + start : address + end]
+        words = MEMORY[address + start : address + end].tobytes()
     else:
         words = elements(tensor).flat[start // tensor.itemsize : end // tensor.itemsize].tobytes()
-    return words.ljust(CHUNK_BYTES, b"\0")
+    return words if end - start == CHUNK_BYTES else words.ljust(CHUNK_BYTES, b"\0")
 
 
 class Samplers(dict[int, Sampler]):

@@ -18,7 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -31,6 +31,7 @@ from ckpt_engine.observe.run_times import hook_time
 
 Attributes = dict[str, int]
 """Checksums of containers, tensors and arrays by path."""
+_FORGOTTEN_AT_ONCE = 16
 _STATES = 3
 """Draws of an epoch around which the state of samplers is looked at."""
 
@@ -96,30 +97,32 @@ class SamplerOrder:
     made_at_start: set[str] = field(default_factory=set)
     """Attributes that it makes again whenever it starts, see `adapting`."""
     digest: int | None = 0
-    """Running checksum of every index given so far; None where indices are not integers."""
+    """Checksum of every index in the entries before those that are remembered; None where indices are not integers."""
     base: int = 0
     """Number of the first entry: another number of ranks was dealt those before."""
     given: int = 0
     """Number of the next entry."""
-    recent: deque[tuple[int, Any, int | None]] = field(default_factory=deque)
-    """(number, indices, digest after them) of those given and not yet forgotten."""
+    recent: deque[tuple[int, Any]] = field(default_factory=deque)
+    """(number, indices) of those given and not yet forgotten."""
     verified: bool | None = None
     """After a resume: did the replayed indices equal those of the run that was saved? None where unknown."""
 
     def digest_after(self, count: int) -> int | None:
         """The checksum of the entries before number `count`, or None if it is not remembered or cannot be made."""
-        if count == self.base:
-            return 0
-        return next((digest for number, _, digest in self.recent if number == count - 1), None)
+        if not self.given - len(self.recent) <= count <= self.given:
+            return None
+        return reduce(extend_digest, [indices for number, indices in self.recent if number < count], self.digest)
 
     def outstanding(self, count: int) -> list[Any]:
         """The entries given from number `count` on: dealt to workers, not delivered."""
-        return [indices for number, indices, _ in self.recent if number >= count]
+        return [indices for number, indices in self.recent if number >= count]
 
     def forget_before(self, count: int) -> None:
-        """Drop entries that no state can refer to any more."""
+        """Drop entries that no state can refer to any more: several at once, as a checksum at each step costs more."""
+        if not self.recent or count - self.recent[0][0] < _FORGOTTEN_AT_ONCE:
+            return
         while self.recent and self.recent[0][0] < count:
-            self.recent.popleft()
+            self.digest = extend_digest(self.digest, self.recent.popleft()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +247,11 @@ class _RecordingIterator(streams.Proxy):
             if self._attributes:
                 self._started()
             order.forget_before(order.base + done)
-        if plan.order["digest"] is not None and order.digest is not None:
-            order.verified = order.digest == plan.order["digest"]
+        digest = order.digest_after(order.given)
+        if plan.order["digest"] is not None and digest is not None:
+            order.verified = digest == plan.order["digest"]
             order.digest = plan.order["digest"]
-            if order.recent:
-                number, indices, _ = order.recent.pop()
-                order.recent.append((number, indices, plan.order["digest"]))
+            order.recent.clear()
         for _ in plan.order["outstanding"]:
             self._draw(
                 f"fewer batches than the {plan.skip + len(plan.order['outstanding'])} the saved run had dealt out"
@@ -266,7 +268,6 @@ class _RecordingIterator(streams.Proxy):
         order, loader = self._order, deref(self._reference)
         order.given, order.digest, order.verified = order.base + plan.skip, plan.order["digest"], None
         order.recent.clear()
-        order.recent.append((order.given - 1, (), plan.order["digest"]))
         streams.restore_holders(loader, plan.holders)
         self.inner = self._start()
         _show_state(self)
@@ -311,8 +312,7 @@ class _RecordingIterator(streams.Proxy):
 
     def _record(self, indices: Any) -> Any:
         order = self._order
-        order.digest = extend_digest(order.digest, indices)
-        order.recent.append((order.given, indices, order.digest))
+        order.recent.append((order.given, indices[:] if type(indices) is list else indices))  # a data set may sort it
         order.given += 1
         return indices
 

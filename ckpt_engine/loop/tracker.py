@@ -252,7 +252,8 @@ class Tracker(LoopProgress):
         if feed.phase is BEGUN:
             self._engine.times.begin()
         life.settle()
-        self._resume.say(*self._loops.asked(feed))
+        if problems := self._loops.asked(feed):
+            self._resume.say(*problems)
         turns.note_request(feed, self._training)
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
         is_first = feed.delivered == 0 and life.phase is FRESH
@@ -343,7 +344,6 @@ class Tracker(LoopProgress):
 
     def _boundary(self, feed: Feed | None) -> None:
         turns = self._turns
-        turns.begin_boundary(feed)
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         around, unclear = self._loops.boundary(feed, turns.due_feeds)
         self._training, obstacle = around or self._training, obstacle or unclear
@@ -360,7 +360,7 @@ class Tracker(LoopProgress):
         else:
             self._failing.missed(turns.step, obstacle)
         self._stepped.clear()
-        turns.end_boundary(around)
+        turns.end_boundary(feed, around)
 
     def _end(self, stop: Stop, take: Take | None) -> BaseException:
         """See `Halt.end` and `Halt.unsaved`; then signals are the script's, which may catch the exception."""

@@ -47,13 +47,14 @@ class Turns:
             feed.stepped()
         self.due_feeds |= self.asked_feeds
 
-    def begin_boundary(self, feed: Feed | None) -> None:
-        """The loop is at a boundary, where `feed` is asked for a batch."""
+    def end_boundary(self, feed: Feed | None, around: Feed | None) -> None:
+        """The boundary is over, where `feed` is asked for a batch.
+
+        Args:
+            around: the loop over this loader continues with what was asked for before it.
+        """
         self._counted = False
         self._first = () if feed is None else feed.requests.place
-
-    def end_boundary(self, around: Feed | None) -> None:
-        """The boundary is over; `around`: the loop over this loader continues with what was asked for before it."""
         self._reached = self.step
         self.asked_feeds = set() if around is None else {around}
         self.due_feeds = set(self.asked_feeds)

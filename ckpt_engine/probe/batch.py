@@ -70,7 +70,8 @@ def _add_tensor(parts: list[Any], tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
             parts.append(_some(elements(tensor)))
         else:
-            parts.append(MEMORY[address : address + nbytes] if nbytes <= WHOLE_BYTES else words(address, nbytes))
+            whole = nbytes <= WHOLE_BYTES
+            parts.append(MEMORY[address : address + nbytes].tobytes() if whole else words(address, nbytes))
 
 
 def _some(array: np.ndarray[Any, Any]) -> bytes:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 _ALL = ctypes.c_char * (sys.maxsize - 7)
-MEMORY: Any = _ALL.from_address(0)
-"""All of it: a slice from one address to another is a copy of these bytes. Who reads keeps the memory alive."""
+MEMORY = memoryview(_ALL.from_address(0)).cast("B")
+"""All of it, by address. Who reads keeps the memory alive."""
 _BY_WORDS = [memoryview(_ALL.from_address(at)).cast("B").cast("Q") for at in range(8)]
 """The same as words of eight bytes: those at multiples of eight, then those one byte behind them, and so on."""
 WORDS = 64
@@ -43,7 +43,7 @@ def numpy_stream() -> bytes | None:
     if not isinstance(generator, np.random.MT19937):
         return None
     address = generator.ctypes.state_address
-    return bytes(MEMORY[address : address + _MT19937_BYTES])
+    return MEMORY[address : address + _MT19937_BYTES].tobytes()
 
 
 def _copied_stream() -> bytes:
@@ -54,7 +54,7 @@ def _copied_stream() -> bytes:
 def _address_of_stream() -> int | None:
     """Where the generator has that in its memory; None: elsewhere."""
     address = getattr(torch.default_generator, "_cdata", 0)
-    at = MEMORY[address : address + 2 * _STREAM_BYTES].find(_copied_stream()) if address else -1
+    at = MEMORY[address : address + 2 * _STREAM_BYTES].tobytes().find(_copied_stream()) if address else -1
     return None if at < 0 else address + at
 
 
@@ -66,4 +66,4 @@ def torch_stream() -> bytes:
 
     Streams that differ do so there. The second of a pair of normals is not in it.
     """
-    return _copied_stream() if _STREAM is None else MEMORY[_STREAM : _STREAM + _STREAM_BYTES]
+    return _copied_stream() if _STREAM is None else MEMORY[_STREAM : _STREAM + _STREAM_BYTES].tobytes()

@@ -110,14 +110,6 @@ def _size_of(parameter: Any) -> int:
     return 1 if is_lazy(parameter) else max(1, parameter.numel())
 
 
-def _part_of(nbytes: int, draw: int) -> tuple[int, int]:
-    """Where in so many bytes a chunk begins and ends."""
-    if nbytes <= CHUNK_BYTES:
-        return 0, nbytes
-    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART
-    return start, start + CHUNK_BYTES
-
-
 def chunk_of(tensor: Any, draw: int) -> bytes | None:
     """Neighbouring elements of `CHUNK_BYTES` bytes in all, filled up with zeros; None: they cannot be read here.
 
@@ -130,13 +122,15 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
         return None
     if not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
-    address, size, (start, end) = tensor.data_ptr(), tensor.itemsize, _part_of(tensor.nbytes, draw)
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
+    end = min(start + CHUNK_BYTES, nbytes)
     if not address:
         words = b""
     elif tensor.is_contiguous():
-        words = MEMORY[address + start : address + end]
+        words = MEMORY[address + start : address + end].tobytes()
     else:
-        words = elements(tensor).flat[start // size : end // size].tobytes()
+        words = elements(tensor).flat[start // tensor.itemsize : end // tensor.itemsize].tobytes()
     return words if end - start == CHUNK_BYTES else words.ljust(CHUNK_BYTES, b"\0")
 
 

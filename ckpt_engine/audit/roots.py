@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -209,7 +209,6 @@ class Beginning:
         self._opaque, self._used = walk.opaque, walk.of_libraries
         self._clocks, self._readings = Clocks(), dict[str, bool]()
         """Of paths that have moved: whether they hold what a clock shows."""
-        self._inputs: dict[str, str] = {}
         self._memory_of_saved = walk.saved
         self._watched = [_Watched(holder) for holder in walk.found]
         self._of = {f"{one.holder.path}.{name}": (one, name) for one in self._watched for name in one.before}
@@ -249,14 +248,17 @@ class Beginning:
 
     def inputs(self, rows: Collection[str]) -> dict[str, str]:
         """Digests of what may have been drawn and has not moved; see `HiddenState.inputs`."""
-        if not self._inputs:
-            drawn = itertools.islice(filter(self._is_input, self._of), _MOST_INPUTS)
-            self._inputs = {path: self.input_at(path) for path in drawn}
         return {
             path: was
             for path, was in self._inputs.items()
             if path not in rows and (not self._of[path][0].holder.inputs_only or self._is_there(path))
         }
+
+    @cached_property
+    def _inputs(self) -> Mapping[str, str]:
+        """The same, as the first snapshot finds it: every attribute is looked at."""
+        drawn = itertools.islice(filter(self._is_input, self._of), _MOST_INPUTS)
+        return {path: self.input_at(path) for path in drawn}
 
     def _is_there(self, path: str) -> bool:
         return freeze(self.value_at(path), self._memory_of_saved) == self.frozen[path]

@@ -59,13 +59,13 @@ class Freshness:
             if not (was.trains and one.trains) or was.used == one.used:
                 continue
             every = (*group.weights, *group.moments, *group.counters)
-            if (group.counters and _are_same(old, new, every)) or _are_zeros(new, group.moments):
+            if group.counters and _are_same(old, new, every):
                 continue
             moments = group.moments if was.moved != one.moved else ()
             for what, names in (("weights", group.weights), ("moments", moments)):
                 if not _are_same(old, new, names):
                     self._said.discard((group.name, what))
-                elif (group.name, what) not in self._said:
+                elif (group.name, what) not in self._said and not _are_zeros(new, group.moments):
                     self._said.add((group.name, what))
                     yield StaleSnapshot(
                         new.info.id,

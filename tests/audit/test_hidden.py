@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from ckpt_engine.audit import values
+from ckpt_engine.audit import roots, values
 from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.audit import Audit, HiddenState
 from ckpt_engine.audit.roots import of_modules
@@ -538,6 +538,20 @@ def test_an_object_replaced_by_one_of_its_class_has_moved() -> None:
     hidden = begun(net)
     net.meter = Meter()
     assert list(hidden.state()) == ["net.meter"]
+
+
+def test_what_may_be_drawn_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first snapshot finds no such data, later ones do not look at every attribute again."""
+
+    class Named:
+        def __init__(self) -> None:
+            self.name = "loss"
+
+    hidden = HiddenState("auto")
+    hidden.note("batch", {"named": Named()})
+    assert hidden.inputs({}) == {"batch": {}}
+    monkeypatch.setattr(roots, "is_drawn", lambda _: pytest.fail("looked again"))
+    assert hidden.inputs({}) == {"batch": {}}
 
 
 def test_nothing_is_drawn_from_any_stream() -> None:

@@ -54,12 +54,6 @@ def visible(text: str) -> str:
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
-def require(fits: bool, what: str) -> None:
-    """Raises ValueError with `what` unless it `fits`."""
-    if not fits:
-        raise ValueError(what)
-
-
 def led_to(error: BaseException) -> Iterator[BaseException]:
     """An error and all that led to it, each once."""
     waiting: list[BaseException | None] = [error]

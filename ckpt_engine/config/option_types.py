@@ -23,8 +23,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ckpt_engine.errors import require
-
 _NUMBER = r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 _TERM = re.compile(rf"\s*({_NUMBER})\s*([A-Za-zµ]*)")
 SECONDS_PER_UNIT: Mapping[str, float] = {
@@ -107,8 +105,10 @@ def parse_duration_seconds(value: object) -> float:
         seconds = _sum_of_terms(value)
     if seconds is None:
         raise ValueError("must be a duration such as '10 min', '90 s', '1 h 30 min' or a number of seconds")
-    require(0 < seconds < math.inf, "must be a duration above 0")
-    require(seconds <= MOST_SECONDS, "must be a duration of at most 100 years")
+    if not 0 < seconds < math.inf:
+        raise ValueError("must be a duration above 0")
+    if seconds > MOST_SECONDS:
+        raise ValueError("must be a duration of at most 100 years")
     return seconds
 
 
@@ -142,7 +142,8 @@ def parse_bytes(value: object) -> int:
         number = _number(float(term[1]) * factor) if term and factor else None
     if number is None:
         raise ValueError("must be a size such as '500 GB', '64 GiB' or a number of bytes")
-    require(number >= 1, "must be a size of at least 1 byte")
+    if number < 1:
+        raise ValueError("must be a size of at least 1 byte")
     return int(number)
 
 
@@ -179,8 +180,10 @@ def parse_count(value: object, most: int = 1 << 53) -> int:
     number = _number(value)
     if number is None or number != int(number):
         raise ValueError("must be a whole number")
-    require(number >= 1, "must be a whole number of at least 1")
-    require(number <= most, f"must be a whole number of at most {most}")
+    if number < 1:
+        raise ValueError("must be a whole number of at least 1")
+    if number > most:
+        raise ValueError(f"must be a whole number of at most {most}")
     return int(number)
 
 
@@ -256,7 +259,8 @@ def nonempty_text(value: object) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError("must be a text that has bytes in UTF-8, without lone surrogates") from None
-    require("\0" not in value, "must not contain a zero byte")
+    if "\0" in value:
+        raise ValueError("must not contain a zero byte")
     return value
 
 
@@ -267,7 +271,8 @@ def _file_path(value: object) -> str:
         ValueError: it can be none.
     """
     text = nonempty_text(value)
-    require(PurePath(text).name not in ("", ".."), "must be the path of a file, such as 'status.json'")
+    if PurePath(text).name in ("", ".."):
+        raise ValueError("must be the path of a file, such as 'status.json'")
     return text
 
 
@@ -297,7 +302,8 @@ def parse_signals(value: object) -> list[str]:
     if not isinstance(items, list | tuple):
         raise ValueError(f"must be a list of {', '.join(_SIGNALS)}")
     names = dict.fromkeys(f"SIG{str(item).upper().removeprefix('SIG')}" for item in items)
-    require(names.keys() <= set(_SIGNALS), f"must be among {', '.join(_SIGNALS)}")
+    if not names.keys() <= set(_SIGNALS):
+        raise ValueError(f"must be among {', '.join(_SIGNALS)}")
     return list(names)
 
 
@@ -339,8 +345,10 @@ def parse_command(value: object) -> list[str]:
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError("must be a list of a program and its arguments, such as [./preempted.sh, --now]")
-    require(all(isinstance(item, str) for item in value), "must be a list of texts; put numbers in quotes")
-    require(all("\0" not in item for item in value), "must not contain a zero byte")
+    if not all(isinstance(item, str) for item in value):
+        raise ValueError("must be a list of texts; put numbers in quotes")
+    if any("\0" in item for item in value):
+        raise ValueError("must not contain a zero byte")
     return [nonempty_text(value[0]), *value[1:]]
 
 

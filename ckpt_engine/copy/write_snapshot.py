@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.copy.job import EntryLayout, KeySkeleton, Layout, PersistJob
-from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError, WriterError, require
+from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.store import names
 from ckpt_engine.store.container import PIECE_BYTES, digest
@@ -160,7 +160,8 @@ class CutLayout:
     def entries(self, digests: Sequence[str]) -> dict[str, Entry]:
         """The manifest's entries, given the digests of all pieces in order."""
         found: dict[str, Entry] = {}
-        require(len(digests) == sum(map(len, self.extents)), f"{len(digests)} digests are too few or too many")
+        if len(digests) != sum(map(len, self.extents)):
+            raise ValueError(f"{len(digests)} digests are too few or too many")
         left = iter(digests)
         for entry, extents in zip(self.layout.entries, self.extents, strict=True):
             pieces = [Piece(0, one.start, one.stop - one.start, next(left), one.stop - one.start) for one in extents]

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt_engine.errors import CkptError, FormatError, NewerFormatError, require
+from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.state import json_types
 from ckpt_engine.state.flatten import show_path
@@ -305,7 +305,8 @@ def _defaultdict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
 
 def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     fields = tuple(node["fields"])
-    require(all(isinstance(one, str) for one in fields), "names of fields are text")
+    if not all(isinstance(one, str) for one in fields):
+        raise ValueError("names of fields are text")
     cls = r.made(node["type"], lambda cls: cls if json_types.is_namedtuple(cls, fields) else None, path)
     return tuple.__new__(cls or json_types.plain_namedtuple(str(node["type"]), fields), r.items(node, path))
 
@@ -328,7 +329,8 @@ def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
 def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
     tensors = _fields(r, node, path)
     r.wrapped.append(Wrapped(path, node, tensors.pop(CONTEXT), tensors))
-    require(all(isinstance(one, torch.Tensor | Wrapped) for one in tensors.values()), "a part of a tensor is none")
+    if not all(isinstance(one, torch.Tensor | Wrapped) for one in tensors.values()):
+        raise ValueError("a part of a tensor is none")
     return r.wrapped[-1]
 
 
@@ -343,14 +345,14 @@ def _subclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
 
 
 def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:
-    # Python takes exponents, and computes their powers of ten.
-    require(_FRACTION.fullmatch(node["v"]) is not None, "not a fraction of two whole numbers")
+    if _FRACTION.fullmatch(node["v"]) is None:  # Python takes exponents, and computes their powers of ten
+        raise ValueError("not a fraction of two whole numbers")
     return fractions.Fraction(node["v"])
 
 
 def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> torch.Generator:
-    is_known = _GENERATORS.fullmatch(node["device"]) is not None
-    require(is_known, f"no random generator is on {str(node['device'])[:40]!r}")
+    if _GENERATORS.fullmatch(node["device"]) is None:
+        raise ValueError(f"no random generator is on {str(node['device'])[:40]!r}")
     out = torch.Generator(node["device"])
     out.set_state(r.node(node["state"], (*path, "state")).clone())
     return out
@@ -359,7 +361,8 @@ def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> t
 def _np_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     state = r.node(node["state"], (*path, "state"))
     name = state["bit_generator"]
-    require(name in _BIT_GENERATORS, f"unknown bit generator {str(name)[:40]!r}")
+    if name not in _BIT_GENERATORS:
+        raise ValueError(f"unknown bit generator {str(name)[:40]!r}")
     if (name == "MT19937" and not 0 <= state["state"]["pos"] <= _MOST_WORDS) or (
         name == "Philox" and not 0 <= state["buffer_pos"] <= len(state["buffer"])
     ):

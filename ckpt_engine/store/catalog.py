@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ckpt_engine.errors import CorruptError, require
+from ckpt_engine.errors import (
+    CorruptError,
+)
 from ckpt_engine.store import json_checks, manifest_codec, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import FORMAT, VERSION, SnapshotInfo
@@ -80,5 +82,6 @@ def _card(row: Mapping[str, Any], listed: Mapping[str, ObjectInfo]) -> CatalogEn
     if there is None or not there.version or (there.nbytes, there.version) != (row["nbytes"], row["version"]):
         return None
     files = tuple(row["files"])
-    require(all(names.data_owner(name) is not None for name in files), "bad data file name")
+    if any(names.data_owner(name) is None for name in files):
+        raise ValueError("bad data file name")
     return CatalogEntry(there, manifest_codec.info_from_json(row["info"]), files)

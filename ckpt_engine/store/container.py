@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from ckpt_engine.errors import CorruptError, ForeignError, require
-from ckpt_engine.store.json_checks import are_sizes, is_shape, reading
+from ckpt_engine.errors import CorruptError, ForeignError
+from ckpt_engine.store.json_checks import are_sizes, is_shape, reading, require
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ def _require_seal(header: bytes, metadata: Mapping[str, str]) -> None:
     sealed = _SEALED.match(header)
     if sealed is not None:
         blank = header[: sealed.start(1)] + _NO_DIGEST.encode() + header[sealed.end(1) :]
-        require(digest(blank).encode() == sealed[1], "it does not match its digest")
-    else:
-        is_of_others = not any(str(text).startswith(f"{ALGORITHM}:") for text in metadata.values())
-        require(_SEAL not in metadata and is_of_others, "its digest is damaged")
+        if digest(blank).encode() != sealed[1]:
+            raise ValueError("it does not match its digest")
+    elif _SEAL in metadata or any(str(text).startswith(f"{ALGORITHM}:") for text in metadata.values()):
+        raise ValueError("its digest is damaged")

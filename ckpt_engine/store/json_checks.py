@@ -28,6 +28,12 @@ def reading(what: str, hint: str | None = None) -> Iterator[None]:
         raise CorruptError(f"{what}: {why}", hint=hint) from err
 
 
+def require(fits: bool, what: str) -> None:
+    """Raises ValueError with `what` unless it `fits`."""
+    if not fits:
+        raise ValueError(what)
+
+
 def are_sizes(value: Any) -> bool:
     """Whether it is a list of counts."""
     return (

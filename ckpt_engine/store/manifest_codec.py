@@ -28,11 +28,15 @@ from typing import Any
 
 import msgspec
 
-from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError, require
+from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError
 from ckpt_engine.store import container, json_checks, names, tree
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.decode import stored_pieces
-from ckpt_engine.store.json_checks import is_shallow, is_shape
+from ckpt_engine.store.json_checks import (
+    is_shallow,
+    is_shape,
+    require,
+)
 from ckpt_engine.store.manifest import (
     ALIAS_VERSION,
     FORMAT,

@@ -29,7 +29,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckpt_engine.errors import SealError, require
+from ckpt_engine.errors import SealError
 
 RECORD = "ckpt.json"
 LEASE = "lease.json"
@@ -126,7 +126,8 @@ def session_id(session: str, seq: int, step: int) -> str:
 
 
 def _numbered(seq: int, step: int, ending: str) -> str:
-    require(seq >= 0 and step >= 0, f"seq and step must not be negative: seq={seq}, step={step}")
+    if seq < 0 or step < 0:
+        raise ValueError(f"seq and step must not be negative: seq={seq}, step={step}")
     return f"{seq:08d}-s{step:010d}-{ending}"
 
 

@@ -25,7 +25,6 @@ from ckpt_engine.errors import (
     StorageError,
     StorageExistsError,
     StorageMissingError,
-    require,
 )
 from ckpt_engine.observe.number_types import Seconds
 from ckpt_engine.observe.resume_report import FILE_NAME
@@ -336,7 +335,8 @@ class Repository:
     def _put(self, manifest: Manifest, text: bytes) -> None:
         """The commit point: from here on the snapshot exists."""
         name = names.manifest_name(manifest.info.id)
-        require(names.manifest_id(name) is not None, f"not a snapshot id: {manifest.info.id!r}")
+        if names.manifest_id(name) is None:
+            raise ValueError(f"not a snapshot id: {manifest.info.id!r}")
         if (retain := self.storage.capabilities.retain) is not None:
             files = {file.name for file in manifest.files}  # also what older snapshots have written
             if self.copied:
@@ -600,7 +600,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
         names.refuse_sealed(data)
         raise CorruptError(err.message, hint=hint) from err
     with json_checks.reading(f"{where} is damaged", hint):
-        require(bool(row), "it says nothing")
+        json_checks.require(bool(row), "it says nothing")
         if row.get("format") != FORMAT:
             raise ForeignError(f"{where} is not of ckpt-engine", hint="choose an empty or new folder")
         if row["version"] > VERSION:

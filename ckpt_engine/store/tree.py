@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ckpt_engine.errors import CorruptError, MismatchError, require
+from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.observe.number_types import Size
 from ckpt_engine.store.container import DTYPES, item_bytes
 from ckpt_engine.store.decode import Decoder
-from ckpt_engine.store.json_checks import are_sizes, is_shape, reading
+from ckpt_engine.store.json_checks import are_sizes, is_shape, reading, require
 from ckpt_engine.store.manifest import PACKED, Entry, Manifest
 
 TreePath = tuple[Any, ...]

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ckpt_engine.config.option_types import parse_duration_seconds
-from ckpt_engine.errors import ConfigError, require
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.failures import (
     CLASSES,
     SHARES,
@@ -68,7 +68,8 @@ def failures_of(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         try:
             shape, scale = value.split(",")
             form, seconds = float(shape), parse_duration_seconds(scale)
-            require(0.1 <= form <= 10.0, "the shape is from 0.1 to 10")
+            if not 0.1 <= form <= 10.0:
+                raise ValueError("the shape is from 0.1 to 10")
         except ValueError as err:
             raise ConfigError(f"--failures {name}: {err}", hint="as in weibull:0.6,7.5h") from err
         mean = seconds * math.gamma(1.0 + 1.0 / form)
@@ -113,8 +114,10 @@ def read_trace(path: Path) -> list[tuple[float, str]]:
         time, _, kind = text.rpartition(" ")
         try:
             seconds = parse_duration_seconds(time)
-            require(kind in CLASSES, f"{kind!r} is none of {', '.join(CLASSES)}")
-            require(not found or seconds > found[-1][0], "times rise")
+            if kind not in CLASSES:
+                raise ValueError(f"{kind!r} is none of {', '.join(CLASSES)}")
+            if found and seconds <= found[-1][0]:
+                raise ValueError("times rise")
         except ValueError as err:
             raise ConfigError(f"{path}:{number}: {err}", hint="a line is `3h 20min machine`") from err
         found.append((seconds, kind))

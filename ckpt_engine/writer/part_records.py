@@ -22,19 +22,12 @@ import msgspec
 
 from ckpt_engine.copy.job import KeySkeleton, Layout, RankConfig
 from ckpt_engine.copy.write_snapshot import ParallelMap
-from ckpt_engine.errors import (
-    CorruptError,
-    FormatError,
-    SnapshotFailedError,
-    SnapshotSkippedError,
-    StorageMissingError,
-    require,
-)
+from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
 from ckpt_engine.grouping import grouped
 from ckpt_engine.observe.number_types import Size
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.data_files import lacking
-from ckpt_engine.store.json_checks import is_shape, reading
+from ckpt_engine.store.json_checks import is_shape, reading, require
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, RankCount, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo, Storage, tidy

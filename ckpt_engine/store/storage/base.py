@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, Self
 
-from ckpt_engine.errors import StorageError, StorageReadOnlyError, require
+from ckpt_engine.errors import StorageError, StorageReadOnlyError
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.partial_file import PartialFile
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks
@@ -345,7 +345,8 @@ class Throttle:
     """
 
     def __init__(self, bytes_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        require(bytes_per_second > 0, f"a rate must be above 0, not {bytes_per_second}")
+        if not bytes_per_second > 0:
+            raise ValueError(f"a rate must be above 0, not {bytes_per_second}")
         self._rate = bytes_per_second
         self._clock = clock
         self._free_at = clock()

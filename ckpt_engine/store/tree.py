@@ -119,10 +119,8 @@ def check(tree: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> None:
         elif "$" not in node or not depth:
             children = node.items()
         else:
-            try:
-                _require_sound(node, node["$"], entries)
-            except ValueError as err:
-                raise CorruptError(f"malformed {str(node['$'])[:40]!r} node at {_show(where)}: {err}") from err
+            if (problem := _problem(node, node["$"], entries)) is not None:
+                raise CorruptError(f"malformed {str(node['$'])[:40]!r} node at {_show(where)}: {problem}")
             children = _children(node)
         for key, child in children:
             kind = type(child)
@@ -203,61 +201,75 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
             yield key, value
 
 
-def _require_sound(node: Mapping[str, Any], kind: Any, entries: Mapping[str, Entry] | None) -> None:
-    """Raises ValueError with what is wrong with a node itself; of a kind that is not known here only what all kinds
-    have in common.
-    """
-    require(isinstance(kind, str), "its kind is no text")
+def _problem(node: Mapping[str, Any], kind: Any, entries: Mapping[str, Entry] | None) -> str | None:
+    """What is wrong with a node itself; of a kind that is not known here only what all kinds have in common."""
+    if not isinstance(kind, str):
+        return "its kind is no text"
     for key, types in _FIELDS.get(kind, {}).items():
         if type(node.get(key, _ABSENT)) not in types:
-            raise ValueError(f"{key!r} is missing or of another type")
-    items, fields = node.get("items", []), node.get("fields", {})
-    require(isinstance(items, list), "'items' is no list")
-    require(kind not in PAIRS or all(type(one) is list and len(one) == 2 for one in items), "'items' are no pairs")
-    if not isinstance(fields, dict):
-        fits = "items" in node and isinstance(fields, list) and len(fields) == len(items)
-        require(fits, "'fields' do not fit 'items'")
-        require(all(isinstance(one, str) for one in fields), "'fields' are no names")
+            return f"{key!r} is missing or of another type"
+    items, fields = node.get("items"), node.get("fields")
+    if "items" in node and not isinstance(items, list):
+        return "'items' is no list"
+    if isinstance(items, list) and kind in PAIRS and not all(type(one) is list and len(one) == 2 for one in items):
+        return "'items' are no pairs"
+    if "fields" in node and not isinstance(fields, dict):
+        if not isinstance(fields, list) or not isinstance(items, list) or len(fields) != len(items):
+            return "'fields' do not fit 'items'"
+        if not all(isinstance(one, str) for one in fields):
+            return "'fields' are no names"
     if "entry" in node:
-        require(isinstance(node["entry"], str), "'entry' is no text")
+        if not isinstance(node["entry"], str):
+            return "'entry' is no text"
         if entries is not None:
             entry = entries.get(node["entry"])
             if entry is None:
-                raise ValueError(f"there is no entry {node['entry'][:200]!r}")
+                return f"there is no entry {node['entry'][:200]!r}"
             if kind == PACKED:
-                require(entry.dtype == "uint8", "its schema is no text")
-                are_there = all(type(name) is str and name in entries for name in node["entries"])
-                require(are_there, "it has entries that are not there")
-            _require_array(node, kind, entry)
-    elif kind in ("bytes", "bytearray"):
-        require(isinstance(node.get("b64"), str), "it has no bytes")
+                return _problem_of_packed(node, entry, entries)
+            return _problem_of_array(node, kind, entry)
+    elif kind in ("bytes", "bytearray") and not isinstance(node.get("b64"), str):
+        return "it has no bytes"
+    return None
 
 
-def _require_array(node: Mapping[str, Any], kind: str, entry: Entry) -> None:
-    require(kind != "ndarray" or is_shape(node["shape"]), "its shape is none")
+def _problem_of_packed(node: Mapping[str, Any], schema: Entry, entries: Mapping[str, Entry]) -> str | None:
+    if schema.dtype != "uint8":
+        return "its schema is no text"
+    if not all(type(name) is str and name in entries for name in node["entries"]):
+        return "it has entries that are not there"
+    return None
+
+
+def _problem_of_array(node: Mapping[str, Any], kind: str, entry: Entry) -> str | None:
+    if kind == "ndarray" and not is_shape(node["shape"]):
+        return "its shape is none"
     if kind not in ("tensor", "sharded"):
-        return
+        return None
     parameter, view, stride = node.get("parameter"), node.get("view"), node.get("stride")
-    says = parameter is None or (type(parameter) is dict and type(parameter.get("requires_grad")) is bool)
-    require(says, "'parameter' does not say whether it requires a gradient")
+    if parameter is not None and (type(parameter) is not dict or type(parameter.get("requires_grad")) is not bool):
+        return "'parameter' does not say whether it requires a gradient"
     if "view" in node:
-        require(type(view) is dict and "stride" not in node and kind == "tensor", "'view' is none")
-        _require_view(view, entry.nbytes)
-    elif "stride" in node:
-        fits = isinstance(stride, list) and are_sizes(stride) and is_dense(entry.shape, stride)
-        require(fits, "'stride' is not that of a dense array of its shape")
+        if type(view) is not dict or "stride" in node or kind != "tensor":
+            return "'view' is none"
+        return _problem_of_view(view, entry.nbytes)
+    if "stride" in node and not (isinstance(stride, list) and are_sizes(stride) and is_dense(entry.shape, stride)):
+        return "'stride' is not that of a dense array of its shape"
+    return None
 
 
-def _require_view(view: Any, nbytes: int) -> None:
-    """A view has to lie in its memory: what follows it does not look again."""
+def _problem_of_view(view: Any, nbytes: int) -> str | None:
+    """Whether a view lies in its memory: what follows it does not look again."""
     dtype, shape, stride, offset = (view.get(key) for key in ("dtype", "shape", "stride", "byte_offset"))
-    fits = type(dtype) is str and is_shape(shape) and are_sizes(stride) and are_sizes([offset])
-    require(fits, "'view' lacks something, or has it out of range")
-    require(len(shape) == len(stride), "'view' has a stride of another number of dimensions")
+    if type(dtype) is not str or not is_shape(shape) or not are_sizes(stride) or not are_sizes([offset]):
+        return "'view' lacks something, or has it out of range"
+    if len(shape) != len(stride):
+        return "'view' has a stride of another number of dimensions"
     size = item_bytes(dtype) or 1  # of a dtype that only a newer torch knows, which looks itself
     reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1 if prod(shape) else 0
     if offset % size or offset + reach * size > nbytes:
-        raise ValueError(f"'view' reaches beyond the {nbytes} bytes of its entry")
+        return f"'view' reaches beyond the {nbytes} bytes of its entry"
+    return None
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

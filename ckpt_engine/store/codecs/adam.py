@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_engine.errors import CorruptError
-from ckpt_engine.store.codecs.codec import Stored, require_intact
+from ckpt_engine.store.codecs.codec import Stored, damaged
 from ckpt_engine.store.codecs.numbers import fold_difference, unfold_difference
 from ckpt_engine.store.codecs.planes import (
     HEADER_BYTES,
@@ -115,14 +115,10 @@ class AdamCodec:
             CorruptError: the stored bytes or the bases are not those of `encode`.
             NewerFormatError: a later version wrote them.
         """
-        require_intact(
-            self.name, set(_ROLES) <= set(stored) & set(outs) & set(bases), f"one of {', '.join(_ROLES)} is missing"
-        )
-        require_intact(
-            self.name,
-            len({data.nbytes for group in (outs, bases) for data in group.values()}) == 1,
-            "its arrays are of different sizes",
-        )
+        if not set(_ROLES) <= set(stored) & set(outs) & set(bases):
+            raise damaged(self.name, f"one of {', '.join(_ROLES)} is missing")
+        if len({data.nbytes for group in (outs, bases) for data in group.values()}) != 1:
+            raise damaged(self.name, "its arrays are of different sizes")
         if flushes_subnormals():
             raise CorruptError(
                 "a piece encoded with 'adam' cannot be decoded by a thread that flushes subnormal numbers to zero",
@@ -184,14 +180,12 @@ class AdamCodec:
         number, kind, check, *numbers = header.more
         step = AdamStep(*numbers)
         is_of_role = header.width == 4 and out.nbytes % 4 == 0 and number == _ROLES.index(role)
-        require_intact(self.name, is_of_role and kind <= _CONTRACTED and step.sensible(), "its header makes no sense")
+        if not is_of_role or kind > _CONTRACTED or not step.sensible():
+            raise damaged(self.name, "its header makes no sense")
         position = HEADER_BYTES + _MORE.size
         if kind == _AS_IS:
-            require_intact(
-                self.name,
-                stored.nbytes - position == out.nbytes,
-                f"{stored.nbytes - position} bytes where {out.nbytes} belong",
-            )
+            if stored.nbytes - position != out.nbytes:
+                raise damaged(self.name, f"{stored.nbytes - position} bytes where {out.nbytes} belong")
             out[:] = stored[position:]
         else:
             predict, words = _prediction(role, kind, new, old, step), new[role]
@@ -200,7 +194,8 @@ class AdamCodec:
                 unfold_difference(folded, predict(start, stop), words[start:stop])
 
             PlaneDecoder(self.name, header, stored, position).decode(out[out.nbytes :], put)
-        require_intact(self.name, base_digest(out) == check, f"{role!r} does not come out as it was")
+        if base_digest(out) != check:
+            raise damaged(self.name, f"{role!r} does not come out as it was")
 
 
 def _prediction(

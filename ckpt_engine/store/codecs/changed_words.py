@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_engine.store.codecs.codec import require_intact
+from ckpt_engine.store.codecs.codec import damaged
 
 Array = NDArray[Any]
 Flags = NDArray[np.uint8]
@@ -80,11 +80,13 @@ def decode_changed(codec: str, stored: Flags, base: Array, out: Array) -> None:
     Raises:
         CorruptError: `stored` has other lengths than it says, or changes words that are not there.
     """
-    must = partial(require_intact, codec, what="the lengths of its changed words do not fit")
-    must(_HEAD.size <= stored.size <= out.nbytes)
+    wrong = partial(damaged, codec, "the lengths of its changed words do not fit")
+    if not _HEAD.size <= stored.size <= out.nbytes:
+        raise wrong()
     classes, zero, escapes, rest_nbytes = _HEAD.unpack(stored[: _HEAD.size].tobytes())
     ends = np.cumsum([_HEAD.size, classes * _CLASS.size, escapes * out.itemsize, rest_nbytes])
-    must(not zero and 1 <= classes <= len(_SHARES) + 1 and ends[-1] <= stored.size)
+    if zero or not 1 <= classes <= len(_SHARES) + 1 or ends[-1] > stored.size:
+        raise wrong()
     _, table, left, unary, low = np.split(stored, ends)
     bounds, ks, counts = zip(*_CLASS.iter_unpack(table.tobytes()), strict=True)
     places = _places(base, bounds)
@@ -96,14 +98,16 @@ def decode_changed(codec: str, stored: Flags, base: Array, out: Array) -> None:
     bits, ones = np.unpackbits(low), np.flatnonzero(np.unpackbits(unary).view(np.bool_))
     bit_ends, rest_ends = np.cumsum([(count * k, rests) for count, k, rests in runs], axis=0).T
     do_fit = 0 <= bits.size - bit_ends[-1] < 8 and ones.size == rest_ends[-1]
-    must(max(ks) <= _MOST_K and sum(counts) <= out.size and do_fit)
+    if max(ks) > _MOST_K or sum(counts) > out.size or not do_fit:
+        raise wrong()
     lows, rests = np.split(bits, bit_ends), np.split(np.diff(ones, prepend=-1) - 1, rest_ends)
     rests = [rest if rest.size else np.zeros(count, np.int64) for rest, (count, *_) in zip(rests, runs, strict=False)]
     found = [_numbers(low, n, k) | rest << k for low, rest, (n, k, _) in zip(lows, rests, runs, strict=False)]
     ranks = [np.cumsum(gaps + 1) - 1 for gaps in found[::2]]
     numbers, far = np.concatenate(found[1::2]), np.concatenate(rests[1::2]) == _ESCAPED
     is_outside = any(one.size and one[-1] >= place.size for one, place in zip(ranks, places, strict=True))
-    must(not is_outside and np.count_nonzero(far) == escapes)
+    if is_outside or np.count_nonzero(far) != escapes:
+        raise wrong()
     numbers[far] = left.view(out.dtype)
     out.fill(0)
     out[np.concatenate([place[one] for one, place in zip(ranks, places, strict=True)])] = numbers + 1

@@ -119,12 +119,6 @@ def damaged(codec: str, what: str) -> CorruptError:
     return CorruptError(f"a piece encoded with {codec!r} is damaged: {what}")
 
 
-def require_intact(codec: str, fits: bool, what: str) -> None:
-    """Raises the error of `damaged` unless what was looked at `fits`."""
-    if not fits:
-        raise damaged(codec, what)
-
-
 def codec_on_slow_link(dtype: str) -> str:
     """The codec of tensors of a dtype where the link is slower than encoding."""
     return "byteplane-zstd" if "float" in dtype or "complex" in dtype else "zstd"

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from ckpt_engine.errors import NewerFormatError
 from ckpt_engine.store.codecs.changed_words import decode_changed, encode_changed
-from ckpt_engine.store.codecs.codec import require_intact
+from ckpt_engine.store.codecs.codec import damaged
 from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, Compressor, decompress_into
 
 Words = NDArray[Any]
@@ -227,22 +227,18 @@ class PlanesHeader:
             CorruptError: not a header, or of other bytes, or of another base.
             NewerFormatError: a later version of this codec.
         """
-        require_intact(codec, stored.nbytes >= HEADER_BYTES, f"{stored.nbytes} bytes, shorter than a header")
+        if stored.nbytes < HEADER_BYTES:
+            raise damaged(codec, f"{stored.nbytes} bytes, shorter than a header")
         found, width, moved, zero, block_words, zero2, raw, digest = _HEADER.unpack_from(stored)
         if found[:3] == magic[:3] and found[3] > magic[3]:
             raise NewerFormatError(f"a piece is encoded with a later version of {codec!r}")
         good = found[:3] == magic[:3] and found[3] >= ord("1") and width in WIDTHS and moved <= 1 and zero == zero2 == 0
-        require_intact(
-            codec,
-            good and 1 <= block_words <= BLOCK_WORDS and stored.nbytes >= HEADER_BYTES + more.size,
-            "its header makes no sense",
-        )
-        require_intact(codec, raw == nbytes, f"it holds {raw} bytes where {nbytes} belong")
-        require_intact(
-            codec,
-            base is None or (base.nbytes == nbytes and base_digest(base) == digest),
-            "it was made against another base",
-        )
+        if not good or not 1 <= block_words <= BLOCK_WORDS or stored.nbytes < HEADER_BYTES + more.size:
+            raise damaged(codec, "its header makes no sense")
+        if raw != nbytes:
+            raise damaged(codec, f"it holds {raw} bytes where {nbytes} belong")
+        if base is not None and (base.nbytes != nbytes or base_digest(base) != digest):
+            raise damaged(codec, "it was made against another base")
         return cls(found, width, bool(moved), raw, digest, block_words, more.unpack_from(stored, HEADER_BYTES))
 
 
@@ -381,17 +377,15 @@ class PlaneDecoder:
             self._block(words, start)
             sink(start, stop, words)
         last = self._take(tail.nbytes, "its tail")
-        require_intact(
-            self._codec, self._at == self._stored.size, f"{self._stored.size - self._at} bytes are left over"
-        )
+        if self._at != self._stored.size:
+            raise damaged(self._codec, f"{self._stored.size - self._at} bytes are left over")
         tail[:] = memoryview(last)  # type: ignore[arg-type]
 
     def _take(self, nbytes: int, what: str) -> Bytes:
         start = -(-self._at // 8) * 8
         self._at = start + nbytes
-        require_intact(
-            self._codec, self._at <= self._stored.size, f"{what} would end at byte {self._at} of {self._stored.size}"
-        )
+        if self._at > self._stored.size:
+            raise damaged(self._codec, f"{what} would end at byte {self._at} of {self._stored.size}")
         return self._stored[start : self._at]
 
     def _block(self, out: Words, start: int) -> None:
@@ -415,11 +409,8 @@ class PlaneDecoder:
     def _lane(self, number: int, low: int, high: int, count: int) -> HalfWords | None:
         """A lane: where it is stored, or else in scratch; None if it is all zeros."""
         if low >> 28 == _PAIR:
-            require_intact(
-                self._codec,
-                low & 0xFFFFFFF == 2 * count and high == _WITH_PREVIOUS << 28,
-                "two planes stored together do not fit",
-            )
+            if low & 0xFFFFFFF != 2 * count or high != _WITH_PREVIOUS << 28:
+                raise damaged(self._codec, "two planes stored together do not fit")
             return self._take(2 * count, "a plane").view(np.uint16)
         planes = self._plane(low, count, _LOW), self._plane(high, count, _HIGH)
         if planes[0] is planes[1] is None:
@@ -433,11 +424,13 @@ class PlaneDecoder:
         kind, nbytes = entry >> 28, entry & 0xFFFFFFF
         if kind == _ZEROS and nbytes == 0:
             return None
-        require_intact(self._codec, kind in (_AS_IS, _FRAME), f"a plane of unknown kind {kind}")
+        if kind not in (_AS_IS, _FRAME):
+            raise damaged(self._codec, f"a plane of unknown kind {kind}")
         data = self._take(nbytes, "a plane")
         if kind == _FRAME:
             plane = SCRATCH.words(1, room, count)
             decompress_into(self._codec, memoryview(data), memoryview(plane))  # type: ignore[arg-type]
             return plane
-        require_intact(self._codec, nbytes == count, f"a plane of {nbytes} bytes where {count} belong")
+        if nbytes != count:
+            raise damaged(self._codec, f"a plane of {nbytes} bytes where {count} belong")
         return data

@@ -16,7 +16,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_engine.store.codecs.codec import Chunk, damaged, require_intact
+from ckpt_engine.store.codecs.codec import Chunk, damaged
 from ckpt_engine.store.codecs.numbers import DeltaCodec
 from ckpt_engine.store.codecs.planes import (
     HEADER_BYTES,
@@ -78,21 +78,21 @@ class RowsCodec:
         in_place = out is base
         header = PlanesHeader.read(self.name, _ROWS_MAGIC, stored, out.nbytes, None if in_place else base, _MORE)
         row_nbytes, count, map_nbytes, kind = header.more
-        require_intact(self.name, 1 <= row_nbytes <= out.nbytes and kind in (_RAW, _DELTA), "its header makes no sense")
+        if not 1 <= row_nbytes <= out.nbytes or kind not in (_RAW, _DELTA):
+            raise damaged(self.name, "its header makes no sense")
         rest = stored[HEADER_BYTES + _MORE.size :]
         old, new = _rows(base, row_nbytes), _rows(out, row_nbytes)
         tail_nbytes = out.nbytes - new.nbytes
-        require_intact(self.name, map_nbytes + tail_nbytes <= rest.nbytes, "it is cut short")
+        if map_nbytes + tail_nbytes > rest.nbytes:
+            raise damaged(self.name, "it is cut short")
         changed = self._changed_in(rest[:map_nbytes], len(new))
-        require_intact(self.name, len(changed) == count, "its map and its number of rows differ")
+        if len(changed) != count:
+            raise damaged(self.name, "its map and its number of rows differ")
         rest = rest[map_nbytes:]
         coded, tail = rest[: rest.nbytes - tail_nbytes], rest[rest.nbytes - tail_nbytes :]
         if kind == _RAW:
-            require_intact(
-                self.name,
-                coded.nbytes == count * row_nbytes,
-                f"{coded.nbytes} bytes of rows where {count * row_nbytes} belong",
-            )
+            if coded.nbytes != count * row_nbytes:
+                raise damaged(self.name, f"{coded.nbytes} bytes of rows where {count * row_nbytes} belong")
             touched = np.frombuffer(coded, np.uint8).reshape(count, row_nbytes)
         else:
             touched = np.empty((count, row_nbytes), np.uint8)
@@ -111,7 +111,8 @@ class RowsCodec:
             packed = np.empty(plain, np.uint8)
             decompress_into(self.name, stored, memoryview(packed))  # type: ignore[arg-type]
         bits = np.unpackbits(packed)
-        require_intact(self.name, not bits[rows:].any(), "its map is longer than its rows")
+        if bits[rows:].any():
+            raise damaged(self.name, "its map is longer than its rows")
         return np.flatnonzero(bits[:rows].view(np.bool_))
 
 

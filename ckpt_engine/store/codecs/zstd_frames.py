@@ -9,7 +9,7 @@ import threading
 
 import zstandard
 
-from ckpt_engine.store.codecs.codec import damaged, require_intact
+from ckpt_engine.store.codecs.codec import damaged
 
 PAYS = 0.97
 """An encoding is worth its time if at most this share of the bytes is left."""
@@ -51,10 +51,13 @@ def decompress_into(codec: str, stored: memoryview, out: memoryview) -> None:
     try:
         # Checked first: what is not known to fit is decoded in steps, through memory of the library.
         claimed = zstandard.frame_content_size(stored)
-        require_intact(codec, claimed == out.nbytes, f"a frame of {claimed} bytes where {out.nbytes} belong")
+        if claimed != out.nbytes:
+            raise damaged(codec, f"a frame of {claimed} bytes where {out.nbytes} belong")
         with _DECOMPRESSOR.open(stored, read_across_frames=True) as reader:
-            require_intact(codec, reader.readinto(out) == out.nbytes, f"a frame of {out.nbytes} bytes ends early")
-            require_intact(codec, not reader.read(1), "more than one frame")
+            if reader.readinto(out) != out.nbytes:
+                raise damaged(codec, f"a frame of {out.nbytes} bytes ends early")
+            if reader.read(1):
+                raise damaged(codec, "more than one frame")
     except (zstandard.ZstdError, ValueError) as err:
         raise damaged(codec, str(err)) from err
 

@@ -68,7 +68,7 @@ def halted(store: Looked, rank: int = 1, *, pressed_again: bool = False) -> Halt
     """One rank of two, which Ctrl-C has stopped."""
     now = time.monotonic()
     stop = Stop(StopNotice("Ctrl-C", now, PATIENCE_SECONDS, 130, interrupts=True), now + PATIENCE_SECONDS)
-    watch: Any = SimpleNamespace(stop=stop, interrupted=pressed_again)
+    watch: Any = SimpleNamespace(stop=stop, signals=SimpleNamespace(interrupted=pressed_again))
     times = RunTimes(SystemClock())
     ranks = ThreadRanks(rank, 2, store)  # type: ignore[arg-type]
     newest = SimpleNamespace(loss=None)

@@ -333,8 +333,8 @@ def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
     """The answers of the other places are waited for."""
     answers = [ask_tiers.TierReply(place, value) for place, value in zip(where(run), (near, far), strict=True)]
     waiting = [number for number, value in enumerate((near, far)) if value is None]
-    assert ask_tiers._silent(answers, waiting, 2.5, 2.0) == left
-    assert ask_tiers._silent(answers, waiting, 1.5, 2.0) == []
+    assert list(ask_tiers._silent(answers, waiting, 2.5, 2.0)) == left
+    assert list(ask_tiers._silent(answers, waiting, 1.5, 2.0)) == []
 
 
 def test_a_far_place_is_opened_by_the_thread_that_asks_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,8 +252,8 @@ class Tracker(LoopProgress):
         if feed.phase is BEGUN:
             self._engine.times.begin()
         life.settle()
-        if seen := self._loops.asked(feed):
-            self._resume.say(*seen)
+        if found := self._loops.asked(feed):
+            self._resume.say(*found)
         turns.note_request(feed, self._training)
         # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
         is_first = feed.delivered == 0 and life.phase is FRESH

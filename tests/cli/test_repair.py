@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -409,7 +408,7 @@ def test_a_scrub_that_is_killed_continues_where_it_was(ckpt: Ckpt, pair: tuple[P
     hurt, scrub, read = near.files(), ["scrub", str(near.root), "--from", str(far.root)], list[int]()
     for call in range(FIRST_CALL, 10_000, EVERY_CALL):
         command = [sys.executable, "-c", MORTAL_SCRUB, str(call), *scrub]
-        process = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False)
+        process = interpreters.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False)
         assert process.returncode in (0, -signal.SIGKILL), process.stderr.decode()
         there = near.files()
         assert all(there[name] in (hurt[name], near.was[name]) for name in near.was) and far.files() == far.was

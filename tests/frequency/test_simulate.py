@@ -145,7 +145,7 @@ def test_what_failures_are_expected_to_cost_is_what_they_cost_on_average() -> No
     """So that two policies can be compared over a few days: chance has a small part in the difference."""
     mean = 2 * HOUR
     happened, expected = [], []
-    for seed in range(16):
+    for seed in range(8):
         often, seldom = (
             job(
                 DAY,

@@ -393,7 +393,8 @@ def test_a_missing_trainer_is_named_with_its_extra(line: str, missing: str, extr
     """Programs that try to import it catch the same kind of error as before."""
     code = f"import sys; sys.modules[{missing!r}] = None\ntry:\n    {line}\nexcept ModuleNotFoundError as err:"
     code += "\n    print(err, err.name)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    command, options = [sys.executable, "-c", code], {"cwd": ROOT, "without_ours": True}
+    done = interpreters.run(command, check=True, capture_output=True, text=True, **options)
     assert f"pip install 'ckpt-engine[{extra}]'" in done.stdout
     assert done.stdout.split()[-1].split(".")[0] == missing
 

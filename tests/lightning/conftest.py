@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +24,12 @@ def one_thread() -> Iterator[None]:
     yield
     quiet.setLevel(level)
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay() -> Iterator[None]:
+    """A fit whose callbacks fail leaves the handlers of its trainer, which each later trainer would keep."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

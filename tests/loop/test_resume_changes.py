@@ -35,6 +35,7 @@ from tests.loop.changes import (
     with_streams_of,
 )
 from tests.loop.runs import Case, durable, every_boundary, seed_everything
+from tests.support.sweeps import crossed
 
 
 class Plain:
@@ -149,6 +150,8 @@ TRAINERS: dict[str, Trainer] = {
     "accelerate": WithAccelerate(),
     "lightning": WithLightning(),
 }
+"""What a value of an option changes is decided below them: where a test has several, the quick suite has all of them
+for the plain loop, and the first for each other trainer."""
 
 
 @pytest.fixture(params=TRAINERS)
@@ -165,7 +168,7 @@ def test_weights_only_begin_at_step_0(trainer: Trainer, first_parts: FirstParts,
     assert {one.name for one in told.changes} >= {"optimizer", "scheduler"}
 
 
-@pytest.mark.parametrize("schedule", ["step", "warmup"])
+@pytest.mark.parametrize(("trainer", "schedule"), crossed(tuple(TRAINERS), ["warmup", "step"]), indirect=["trainer"])
 def test_weights_and_moments_with_a_new_schedule(
     schedule: str, trainer: Trainer, first_parts: FirstParts, tmp_path: Path
 ) -> None:
@@ -176,7 +179,12 @@ def test_weights_and_moments_with_a_new_schedule(
     assert_branch(trainer, new, folder, {"only": ["model", "optimizer"]}, expected)
 
 
-@pytest.mark.parametrize("section", [{"strict": False}, {"skip": ["model.head.*"]}], ids=str)
+@pytest.mark.parametrize(
+    ("trainer", "section"),
+    crossed(tuple(TRAINERS), [{"strict": False}, {"skip": ["model.head.*"]}]),
+    ids=str,
+    indirect=["trainer"],
+)
 def test_another_head(section: Any, trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The run continues in its place with a head that is new, and so are its moments."""
     outputs = 3 if "strict" in section else 1
@@ -244,7 +252,7 @@ def test_more_epochs(trainer: Trainer, tmp_path: Path) -> None:
     assert_continues(trainer, longer, tmp_path / "run", {}, by_hand(trainer, longer), batches)
 
 
-@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize(("trainer", "batch"), crossed(tuple(TRAINERS), [3, 8]), indirect=["trainer"])
 def test_another_batch_size(batch: int, trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The rest of the epoch comes in batches of the new size."""
     folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
@@ -253,9 +261,14 @@ def test_another_batch_size(batch: int, trainer: Trainer, first_parts: FirstPart
     assert "data: continue: batch_size was 4" in told.not_restored[0].why
 
 
-@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 3)])
-def test_another_accumulation(before: int, now: int, trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "batches"), crossed(tuple(TRAINERS), [(2, 3), (1, 2), (2, 1)]), ids=str, indirect=["trainer"]
+)
+def test_another_accumulation(
+    batches: tuple[int, int], trainer: Trainer, first_parts: FirstParts, tmp_path: Path
+) -> None:
     """Snapshots are taken between two steps: no gradients are lost."""
+    before, now = batches
     old = Setup(accumulate=before)
     folder = first_parts.copy(trainer, old, tmp_path / "1")
     expected = by_hand(trainer, old, lambda mine: mine.accumulating(now))

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -186,7 +185,7 @@ def test_where_the_library_is_missing_damage_names_what_to_install(
     data[len(data) // 2] ^= 1
     place.replace(place.newest_file, bytes(data) if damage == "flipped" else bytes(data[: len(data) * 7 // 8]))
     command = [sys.executable, "-c", DAMAGED_WITHOUT_LIBRARY, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = interpreters.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     assert "pip install 'ckpt-engine[parity]'` lets its parity mend it" in done.stdout
 

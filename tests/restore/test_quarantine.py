@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from tests.cli.conftest import ckpt  # noqa: F401 - a fixture
 from tests.restore.test_resumed_past_damage import newest, repository, rot, state, unlooked
 from tests.restore.test_sealed_run import trained
 from tests.snapshot.passage import same
+from tests.support import interpreters
 
 Ckpt = Callable[..., Any]
 WAIT_SECONDS = 60.0
@@ -31,7 +31,7 @@ WAIT_SECONDS = 60.0
 def scrub(root: Path) -> int:
     """In another process."""
     command = [sys.executable, "-m", "ckpt_engine.cli.main", "scrub", str(root)]
-    return subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False).returncode
+    return interpreters.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False).returncode
 
 
 def save_each(root: Path, steps: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +16,23 @@ from torch.distributed import TCPStore
 from ckpt_engine.store import names
 from tests.restore.peers.cluster import Cluster
 from tests.restore.test_resumed_past_damage import newest, repository, rot
+from tests.support import interpreters
 
 STEPS = 3
 WAIT_SECONDS = 60.0
+REPLICAS, PARITY = {"url": "memory", "replicate": 1}, {"url": "memory", "parity": 3}
+QUICK = (
+    (REPLICAS, "now", "truncated"),
+    (REPLICAS, "before", "quarantined"),
+    (PARITY, "now", "quarantined"),
+    (PARITY, "before", "truncated"),
+)
+"""Each two values of two of the three meet in one of these, which the quick suite runs: what is read back, where the
+damaged bytes were written, and how the damage is known take different code. The slow suite runs the other four."""
+CELLS = [
+    pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
+    for cell in itertools.product((REPLICAS, PARITY), ("now", "before"), ("truncated", "quarantined"))
+]
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -31,13 +45,11 @@ def until(condition: Callable[[], object]) -> None:
 def command(verb: str, root: Path) -> int:
     """Its exit code, in another process."""
     line = [sys.executable, "-m", "ckpt_engine.cli.main", verb, str(root)]
-    return subprocess.run(line, capture_output=True, timeout=WAIT_SECONDS, check=False).returncode
+    return interpreters.run(line, capture_output=True, timeout=WAIT_SECONDS, check=False).returncode
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("damage", ["truncated", "quarantined"])
-@pytest.mark.parametrize("written", ["now", "before"])
-@pytest.mark.parametrize("memory", [{"url": "memory", "replicate": 1}, {"url": "memory", "parity": 3}])
+@pytest.mark.parametrize(("memory", "written", "damage"), CELLS)
 def test_what_the_memory_of_another_machine_has_mends_the_disk(
     tmp_path: Path, memory: dict[str, object], damage: str, written: str
 ) -> None:

@@ -81,7 +81,7 @@ def test_all_ranks_flush_what_they_have_in_memory(where: str, tmp_path: Path, mo
     ends = [End(engine) for engine in engines]
     flushed: list[int] = []
     for rank, end in enumerate(ends):
-        monkeypatch.setattr(end.halt.watch, "flush", lambda rank=rank: flushed.append(rank))
+        monkeypatch.setattr(end.halt.watch.run.flush, "begin", lambda rank=rank: flushed.append(rank))
     errors = on_all(lambda rank: getattr(ends[rank], where)(LOST if rank == 1 else None), 3)
     assert {type(error) for error in errors} == {RollbackRequestedError}
     assert sorted(flushed) == [0, 1, 2] and flushed[-1] == 0

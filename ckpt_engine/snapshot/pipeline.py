@@ -113,10 +113,11 @@ class Pipeline:
         self._group.reopens()
         if not self.slots.snapshot_bytes:
             self._fit(0)
+        arrived = partial(self._arrived, self.pulse)  # where there is no shared memory, no writer has the lease
         if waits and not (self.in_flight.newest.writer or self.behind):
-            self._writer = Handover(self._open_writer(self.memory, self._report.emit), self._arrived)
+            self._writer = Handover(self._open_writer(self.memory, self._report.emit), arrived)
             return self._writer
-        writer = self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
+        writer = self._writer = Handover(Coming(self._open_writer, self.memory), arrived)
         if self.behind:
             writer.wait(BEHIND_SECONDS)
             self.poll()
@@ -127,12 +128,12 @@ class Pipeline:
         """How far this process is, for the writer; made where it is first used, and gone after `close`."""
         return HeartbeatPage()
 
-    def _arrived(self, client: WriterClient) -> None:
+    def _arrived(self, pulse: HeartbeatPage, client: WriterClient) -> None:
         self.behind = False
         if self.memory:
             self.memory = outlives_the_trainer(client, self._report.emit)
         with on_failure(partial(client.close, CLOSE_SECONDS)):  # else it would keep the lease
-            client.attach_pulse(self.pulse.fd)
+            client.attach_pulse(pulse.fd)
             self._share_rows(client)
 
     def record(self, recorder: FlightRecorder) -> None:

@@ -271,7 +271,7 @@ def test_what_a_lost_writer_knew_is_not_taken_for_what_the_next_one_knows(monkey
     """A thread that has sent a snapshot may be late to say so: the writer has died meanwhile, and that was noticed."""
     arena = Arena()
     arena.pipeline.start()
-    newest = arena.pipeline._newest
+    newest = arena.pipeline.in_flight.newest
     tell = newest.tell
 
     def late(*sent: Any) -> None:

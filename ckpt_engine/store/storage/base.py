@@ -25,20 +25,8 @@ if TYPE_CHECKING:
     from ckpt_engine.store.manifest import Manifest
 
 BURST_SECONDS = 0.25
-_NO_NAME = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|\.tmp-)|\0")
 SLICE_BYTES = 4 << 20
 """What is sent at once, so that a limit below the rate of a disk is kept evenly."""
-
-
-def checked(name: str) -> str:
-    """`name`, if it is an object name.
-
-    Raises:
-        StorageError: a name that could leave the root or meet a temporary object.
-    """
-    if _NO_NAME.search(name):
-        raise StorageError(f"not an object name: {name!r}")
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +40,20 @@ class ObjectInfo:
     name: str
     nbytes: int
     version: str = field(default="", compare=False)
+
+
+_NO_NAME = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|\.tmp-)|\0")
+
+
+def checked(name: str) -> str:
+    """`name`, if it is an object name.
+
+    Raises:
+        StorageError: a name that could leave the root or meet a temporary object.
+    """
+    if _NO_NAME.search(name):
+        raise StorageError(f"not an object name: {name!r}")
+    return name
 
 
 Duplicate = Callable[[str], bool]

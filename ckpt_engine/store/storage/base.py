@@ -7,7 +7,6 @@ storages around another storage, which pass on what they do not change, or limit
 from __future__ import annotations
 
 import copy
-import re
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, Self
 
-from ckpt_engine.errors import StorageError, StorageReadOnlyError
+from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.partial_file import PartialFile
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks
@@ -40,20 +39,6 @@ class ObjectInfo:
     name: str
     nbytes: int
     version: str = field(default="", compare=False)
-
-
-_NO_NAME = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|\.tmp-)|\0")
-
-
-def checked(name: str) -> str:
-    """`name`, if it is an object name.
-
-    Raises:
-        StorageError: a name that could leave the root or meet a temporary object.
-    """
-    if _NO_NAME.search(name):
-        raise StorageError(f"not an object name: {name!r}")
-    return name
 
 
 Duplicate = Callable[[str], bool]

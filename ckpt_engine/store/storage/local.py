@@ -19,9 +19,9 @@ from stat import S_ISDIR
 from typing import Self
 from urllib.parse import quote
 
-from ckpt_engine.errors import CorruptError
+from ckpt_engine.errors import CorruptError, StorageError
 from ckpt_engine.store import names
-from ckpt_engine.store.storage.base import Capabilities, Duplicate, Folder, ObjectInfo, Storage, checked
+from ckpt_engine.store.storage.base import Capabilities, Duplicate, Folder, ObjectInfo, Storage
 from ckpt_engine.store.storage.disk import (
     DIRECT_MIN_BYTES,
     SLICE_BYTES,
@@ -43,6 +43,8 @@ from ckpt_engine.undo import on_failure
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""
 
+_NO_NAME = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|\.tmp-)|\0")
+"""A name that could leave the root, or be that of a temporary file."""
 _TEMP_FILE = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 _LOST_AND_FOUND = "lost+found"
@@ -245,7 +247,9 @@ class LocalStorage:
         return stat.f_bavail * stat.f_frsize
 
     def path(self, name: str) -> str:
-        return f"{self.root}/{checked(name)}"
+        if _NO_NAME.search(name):
+            raise StorageError(f"not an object name: {name!r}")
+        return f"{self.root}/{name}"
 
     def make_folder(self, folder: str) -> None:
         if folder in self._durable_folders and os.path.isdir(folder):

@@ -15,7 +15,6 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.store import names
 from ckpt_engine.store.storage import redaction
-from ckpt_engine.store.storage.base import checked
 from ckpt_engine.store.storage.object_options import ObjectOptions
 
 NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
@@ -33,6 +32,18 @@ _CREDENTIALS = frozenset(
 CREDENTIALS_HINT = (
     "check the credentials: those in storage_options, in the environment (AWS_* and the like), or in the profile"
 )
+
+
+def checked(name: str) -> str:
+    """`name`, if it is an object name.
+
+    Raises:
+        StorageError: a name that could leave the root or meet a temporary object.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") or part.startswith(".tmp-") or "\0" in part for part in parts):
+        raise StorageError(f"not an object name: {name!r}")
+    return name
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -19,9 +19,9 @@ from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
 from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import names
-from ckpt_engine.store.storage.base import Capabilities, Duplicate, ObjectInfo, Storage, checked
+from ckpt_engine.store.storage.base import Capabilities, Duplicate, ObjectInfo, Storage
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.object_requests import ObjectStore
+from ckpt_engine.store.storage.object_requests import ObjectStore, checked
 from ckpt_engine.store.storage.retries import BASE_SECONDS, Backoff
 from ckpt_engine.store.storage.s3_answers import (
     DamagedInTransitError,

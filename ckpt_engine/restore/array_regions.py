@@ -113,6 +113,8 @@ def read_regions(
         NewerFormatError: an encoding this version does not know.
         StorageError: the storages failed.
     """
+    if not regions:
+        return 0
     by_entry = grouped((region.entry, region) for region in regions)
     wanted = [one for name, found in by_entry.items() for one in _wanted(manifest, name, found, stored[name])]
     whole = {(one.entry, one.start): one for one in wanted if one.is_whole}

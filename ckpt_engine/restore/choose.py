@@ -25,7 +25,6 @@ from ckpt_engine.errors import (
     StorageError,
     StorageMissingError,
 )
-from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.observe.resume_report import Rejected
 from ckpt_engine.restore import ask_tiers
@@ -154,7 +153,10 @@ def candidates(
     silence = ask_tiers.SILENT_SECONDS if only is None else math.inf
     answers = ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence))
     search.away += away_of(answers)
-    holders = grouped((parsed, answer.place) for answer in answers for parsed in answer.value or ())
+    holders: dict[ParsedId, list[Repository]] = {}
+    for answer in answers:
+        for parsed in answer.value or ():
+            holders.setdefault(parsed, []).append(answer.place)
     newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
     search.newest_seq = newest_first[0].seq if newest_first else 0
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
@@ -406,6 +408,10 @@ def _notes_of_repairs(repairs: Sequence[Repair], nearest: str) -> Iterator[str]:
             else "mend that copy when the run has ended"
         )
         yield f"{mends} `ckpt repair {units.place(bad)} --from {units.place(good)}`"
-    requests = grouped(((one.file, one.bad, one.good), one) for one in repairs if one.entry is None)
-    for some in requests.values():
-        yield str(replace(some[0], nbytes=sum(one.nbytes for one in some)))
+    sums: dict[tuple[str, str, str], Repair] = {}
+    for repair in repairs:
+        if repair.entry is None:
+            key = (repair.file, repair.bad, repair.good)
+            before = sums.get(key)
+            sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
+    yield from map(str, sums.values())

@@ -27,6 +27,8 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     Raises:
         CorruptError, NewerFormatError, StorageError: as `read_moves`.
     """
+    if not targets:
+        return
     away = {name: target for name, target in targets.items() if runtime.device(target) is not None and target.numel()}
     read_moves(sources, manifest, moves_of(manifest, {name: one for name, one in targets.items() if name not in away}))
     if away:

@@ -207,12 +207,13 @@ def read_moves(
     )
     try:
         begun = [pool.submit(request) for request in (*filler.requests(plain), *others)]
-        for batch in batches(manifest, _together(chained), sources.known):
-            # Work begins in this order, so that no thread waits for what no other has begun with.
-            for one in batch.ranges:
-                one.data = pool.submit(one.read, sources, manifest, filler.memory)
-            ready = sources.decoder(manifest, filler.read_base, batch.stored, filler.memory)
-            begun += [pool.submit(filler.fill_together, mates, batch, ready) for mates in batch.moves]
+        if chained:
+            for batch in batches(manifest, _together(chained), sources.known):
+                # Work begins in this order, so that no thread waits for what no other has begun with.
+                for one in batch.ranges:
+                    one.data = pool.submit(one.read, sources, manifest, filler.memory)
+                ready = sources.decoder(manifest, filler.read_base, batch.stored, filler.memory)
+                begun += [pool.submit(filler.fill_together, mates, batch, ready) for mates in batch.moves]
         for done in begun:
             done.result()
     finally:
@@ -239,14 +240,14 @@ class _Filler:
     def _decoder(self) -> Decoder:
         return self._sources.decoder(self._manifest)
 
-    def requests(self, moves: Sequence[Move]) -> Iterator[Callable[[], None]]:
+    def requests(self, moves: Sequence[Move]) -> list[Callable[[], None]]:
         """Each fills some of them. What lies in memory as in its file is read to where it belongs, in requests that are
         large enough. Fresh entries that lie in one piece share memory with nothing of other files, so all of them are,
         across gaps.
         """
         laid = self._laid or ()
         alike: dict[tuple[bool, int, int], list[Move]] = {}
-        others: list[Move] = []
+        others, found = list[Move](), list[Callable[[], None]]()
         for move in moves:
             if move.piece.codec == RAW and self._landing is None:
                 place = (move.entry in laid, move.piece.file, move.address - move.piece.offset)
@@ -256,11 +257,13 @@ class _Filler:
         for (is_laid, _, _), one in alike.items():
             for run in joined(one, READ_BYTES, gap_bytes=GAP_BYTES * is_laid):
                 if is_laid or run[-1].address + run[-1].piece.nbytes - run[0].address >= DIRECT_MIN_BYTES:
-                    yield partial(self.fill_run, run)
+                    found.append(partial(self.fill_run, run))
                 else:
                     others += run
-        # Many deltas fit into one request; decoded one after another they would be the work of one thread.
-        yield from (partial(self.fill_span, span) for span in joined(others, READ_BYTES, READ_BYTES))
+        if others:
+            # Many deltas fit into one request; decoded one after another they would be the work of one thread.
+            found += [partial(self.fill_span, span) for span in joined(others, READ_BYTES, READ_BYTES)]
+        return found
 
     def fill_run(self, run: Sequence[Move]) -> None:
         """Neighbours in a file and in memory, in one request."""

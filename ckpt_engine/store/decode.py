@@ -98,18 +98,16 @@ class ReadLimiter:
             self._free.release()
 
 
-@dataclass(eq=False)
 class BufferPool:
     """Memory that is used again: the first touch of new memory takes as long as decoding. Thread safe.
 
     `turns` are for what takes much of it: one more than there are cores, so that one can read.
     """
 
-    turns: ReadLimiter = field(
-        default_factory=lambda: ReadLimiter(len(os.sched_getaffinity(0)) + 1, "decoding"), init=False
-    )
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _spare: list[mmap.mmap] = field(default_factory=list, init=False)
+    def __init__(self) -> None:
+        self.turns = ReadLimiter(len(os.sched_getaffinity(0)) + 1, "decoding")
+        self._lock = threading.Lock()
+        self._spare: list[mmap.mmap] = []
 
     def take(self, nbytes: int) -> memoryview:
         """So many bytes, of any content."""
@@ -123,7 +121,9 @@ class BufferPool:
     def give(self, *rooms: memoryview) -> None:
         """Those of them that were taken here are not used any more."""
         with self._lock:
-            self._spare += [room.obj for room in rooms if isinstance(room.obj, mmap.mmap)]
+            for room in rooms:
+                if isinstance(room.obj, mmap.mmap):
+                    self._spare.append(room.obj)
             self._spare.sort(key=len)
             while sum(map(len, self._spare)) > SPARE_BYTES:
                 del self._spare[0]
@@ -240,9 +240,10 @@ class GroupDecoder:
 
 def stored_pieces(manifest: Manifest) -> list[tuple[str, Piece]]:
     """Everything that must be stored for a snapshot: (entry, piece) of its entries, then of their bases."""
-    own = ((name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces)
-    bases = (row for entries in manifest.bases.values() for row in entries.items())
-    return [*own, *((name, piece) for name, pieces in bases for piece in pieces.values())]
+    found = [(name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
+    for entries in manifest.bases.values():
+        found += [(name, piece) for name, pieces in entries.items() for piece in pieces.values()]
+    return found
 
 
 class HasPiece(Protocol):

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
 
-from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.store.manifest import SnapshotInfo, by_age
 from ckpt_engine.store.retention_rules import (
@@ -101,8 +100,11 @@ def plan(
     newest = in_order[-1].id if in_order else ""
     shed = _Shedding(in_order, retention, usage, {*protected, verified or newest})
     always = {newest: "newest"} | ({verified: "newest whole snapshot"} if verified else {})
-    told = grouped(chain(protected.items(), retention.keep(in_order).items()))
-    reasons = always | {snapshot: "; ".join(several) for snapshot, several in told.items()}
+    reasons = dict(retention.keep(in_order))
+    for snapshot, reason in protected.items():
+        reasons[snapshot] = f"{reason}; {reasons[snapshot]}" if snapshot in reasons else reason
+    for snapshot, reason in always.items():
+        reasons.setdefault(snapshot, reason)
     for info in in_order:
         if info.id not in reasons:
             shed.remove(info.id, "no rule keeps it")
@@ -236,8 +238,10 @@ class _Shedding:
 
     def by_worth(self) -> list[str]:
         """The oldest first, and after all others what is kept for being the best."""
-        rules = [rule for rule in rules_in(self._retention.rule) if isinstance(rule, KeepBest)]
-        best = {snapshot for rule in rules for snapshot in rule.keep(self._in_order)}
+        best: set[str] = set()
+        for rule in rules_in(self._retention.rule):
+            if isinstance(rule, KeepBest):
+                best.update(rule.keep(self._in_order))
         return [info.id for info in sorted(self._in_order, key=lambda info: (info.id in best, by_age(info)))]
 
 
@@ -254,6 +258,8 @@ def _slim(
 ) -> dict[str, tuple[str, ...]]:
     """Which of the kept snapshots lose which components. One that would lose all of them loses none."""
     drops: dict[str, list[str]] = {}
+    if not components:
+        return {}
     for component in sorted(components):
         having = [info for info in kept if component in info.components]
         wanted = components[component].keep(having)

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.store.manifest import SnapshotInfo, by_age
 
@@ -64,8 +63,9 @@ class KeepEveryNSteps:
     n: int
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        in_order = sorted(infos, key=lambda info: (-info.step, by_age(info)))
-        first = {info.step // self.n: info for info in in_order}
+        first: dict[int, SnapshotInfo] = {}
+        for info in sorted(infos, key=lambda info: (-info.step, by_age(info))):
+            first[info.step // self.n] = info
         return {info.id: f"first from step {mark * self.n} on" for mark, info in first.items() if mark > 0}
 
 
@@ -80,9 +80,10 @@ class KeepPeriods:
     n: int
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        newest: dict[int, SnapshotInfo] = {}
         start, seconds = _PERIOD_STARTS[self.period], _PERIOD_SECONDS[self.period]
-        dated = sorted(filter(_has_date, infos), key=by_age)
-        newest = {math.floor((info.created - start) / seconds): info for info in dated}
+        for info in sorted(filter(_has_date, infos), key=by_age):
+            newest[math.floor((info.created - start) / seconds)] = info
         latest = sorted(newest, reverse=True)[: self.n]
         return {
             newest[index].id: f"{self.period} of {self._text(start + index * seconds)} ({i + 1} of {self.n})"
@@ -144,8 +145,11 @@ class Union:
     policies: tuple[RetentionPolicy, ...]
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        reasons = grouped(row for policy in self.policies for row in policy.keep(infos).items())
-        return {snapshot: "; ".join(several) for snapshot, several in reasons.items()}
+        reasons: dict[str, str] = {}
+        for policy in self.policies:
+            for snapshot, reason in policy.keep(infos).items():
+                reasons[snapshot] = f"{reasons[snapshot]}; {reason}" if snapshot in reasons else reason
+        return reasons
 
 
 def rules_in(policy: RetentionPolicy) -> tuple[RetentionPolicy, ...]:

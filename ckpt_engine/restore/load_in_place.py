@@ -6,13 +6,12 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ckpt_engine.errors import MismatchError, StateError
-from ckpt_engine.grouping import grouped
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.array_regions import ArrayRegion, read_regions
 from ckpt_engine.restore.ask_tiers import Sources
@@ -40,7 +39,8 @@ def fill_live(
         CorruptError, NewerFormatError, StorageError: as `read_moves`.
     """
     tree, entries = manifest.tree, manifest.entries
-    uses = grouped(_visit(tree[""] if list(tree) == [""] else dict(tree), into))
+    uses: dict[str, list[tuple[Mapping[str, Any], Any]]] = {}
+    _visit(tree[""] if list(tree) == [""] else dict(tree), into, uses)
     plain: dict[str, torch.Tensor] = {}  # they take the bytes of an entry as they are
     parts: list[ArrayRegion] = []  # of arrays: of DTensors, and of what DTensors were stored as
     stored: dict[str, tuple[Box, ...]] = {}  # the boxes that the entries of parts have one behind another
@@ -60,16 +60,16 @@ def fill_live(
     return {**plain, **whole}, whole, unverified_bytes
 
 
-def _visit(node: Any, live: Any) -> Iterator[tuple[str, tuple[Mapping[str, Any], Any]]]:
-    """The entries of tensors, each with its node and with what is at its place in the live state."""
+def _visit(node: Any, live: Any, uses: dict[str, list[tuple[Mapping[str, Any], Any]]]) -> None:
+    """Collect by entry the nodes of tensors, each with what is at its place in the live state; None: nothing is."""
     if isinstance(node, dict) and node.get("$") in ("tensor", "sharded"):
-        yield node["entry"], (node, live)
+        uses.setdefault(node["entry"], []).append((node, live))
     for key, child in keyed(node):
         if isinstance(live, Mapping):
             if key in live:
-                yield from _visit(child, live[key])
+                _visit(child, live[key], uses)
         elif isinstance(live, list | tuple) and isinstance(key, int) and key < len(live):
-            yield from _visit(child, live[key])
+            _visit(child, live[key], uses)
 
 
 def _regions(name: str, entry: Entry, node: Mapping[str, Any], live: Any) -> list[ArrayRegion] | None:

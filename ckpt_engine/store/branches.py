@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ckpt_engine.grouping import grouped
 from ckpt_engine.store.manifest import Line, SnapshotInfo, by_age
 
 UNNAMED_BRANCH = "unnamed"
@@ -79,6 +78,9 @@ def continued(
     after = [info for info in newer if info.line.has(resumed)]
     if any(info.id not in superseded for info in after):
         return ()
-    newest_first = sorted([resumed, *after], key=by_age, reverse=True)
-    numbers = grouped([*((info.line.attempt, info.seq) for info in newest_first), *resumed.line.before])
-    return tuple((attempt, newest) for attempt, (newest, *_) in numbers.items())[:MOST_ATTEMPTS]
+    last: dict[str, int] = {}
+    for info in sorted([resumed, *after], key=by_age, reverse=True):
+        last.setdefault(info.line.attempt, info.seq)
+    for attempt, seq in resumed.line.before:
+        last.setdefault(attempt, seq)
+    return tuple(last.items())[:MOST_ATTEMPTS]

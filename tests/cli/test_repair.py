@@ -406,7 +406,7 @@ def test_a_scrub_that_is_killed_continues_where_it_was(ckpt: Ckpt, pair: tuple[P
     near.flip(near.ids[-1], "model/w")
     shutil.copytree(near.root, tmp_path / "hurt")
     hurt, scrub, read = near.files(), ["scrub", str(near.root), "--from", str(far.root)], list[int]()
-    for call in range(FIRST_CALL, 10_000, EVERY_CALL):
+    for call in range(FIRST_CALL, 10_000, EVERY_CALL // 2):
         command = [sys.executable, "-c", MORTAL_SCRUB, str(call), *scrub]
         process = interpreters.run(command, capture_output=True, timeout=WAIT_SECONDS, check=False)
         assert process.returncode in (0, -signal.SIGKILL), process.stderr.decode()

@@ -412,7 +412,7 @@ def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bo
     """
     if not isinstance(value, CONTAINERS) or isinstance(value, tuple) or getattr(value, "maxlen", None) is not None:
         return False
-    if isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values()):
+    if isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in list(value.values())):
         return False
     if isinstance(value, dict) and before and len(value) <= _MOST_KEYS:
         new = itertools.repeat(() if of_variable else _NO_LIST)

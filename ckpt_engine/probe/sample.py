@@ -123,8 +123,9 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
     if not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
-    end = min(start + CHUNK_BYTES, nbytes)
+    is_part = nbytes > CHUNK_BYTES
+    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if is_part else 0
+    end = start + CHUNK_BYTES if is_part else nbytes
     if not address:
         words = b""
     elif tensor.is_contiguous():

@@ -315,7 +315,7 @@ class Engine:
         if self._rehearsal is not None:
             self._rehearse(step - 1, self._rehearsal.end)
         self.times.boundary(step - 1)
-        if not self._closing and (pulse := self._pipeline.pulse).beat(step):
+        if self._pipeline.started and (pulse := self._pipeline.pulse).beat(step):
             pulse.spend(self.times)
 
     def ready(self, *, durable: bool = True, cold: bool = False) -> bool:

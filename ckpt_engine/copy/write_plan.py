@@ -476,6 +476,8 @@ def _adam_groups(
 
 def _jobs(work: Sequence[Work], groups: Sequence[tuple[AdamGroup, int]]) -> list[Job]:
     """Those of Adam's groups in the place of the first moment."""
+    if not groups:
+        return list(map(Job, zip(work)))
     there = {one.key: one for one in work if one.over is not None}
     joined: dict[Key, Job] = {}
     for group, start in groups:

@@ -312,7 +312,8 @@ class _RecordingIterator(streams.Proxy):
 
     def _record(self, indices: Any) -> Any:
         order = self._order
-        order.recent.append((order.given, indices[:] if type(indices) is list else indices))  # a data set may sort it
+        kept = indices[:] if isinstance(indices, list) else indices  # a data set may sort it
+        order.recent.append((order.given, kept))
         order.given += 1
         return indices
 

@@ -319,7 +319,7 @@ class Rollbacks:
         except CkptError as err:
             made, elsewhere = f"a rollback failed: {err}", None
         if isinstance(made, str):
-            hint = f"{watch.run.durable()}; change the learning rate, the clipping or the data before going on there"
+            hint = f"{watch.run.durable()}; change the learning rate, the clipping or the data before you resume there"
             return DivergedError(f"{found.text()}; {made}", hint=hint), None
         error = RollbackRequestedError(
             f"{found.text()}; rollback {made.count} of {self._options.at_most}",

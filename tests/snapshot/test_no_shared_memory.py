@@ -56,6 +56,15 @@ def test_each_save_says_what_is_refused_and_the_next_one_works_once_it_is_not(
     acquire(LocalStorage(tmp_path)).release()
 
 
+def test_a_step_asks_for_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training continues where memory is refused: only what saves says so."""
+    with Checkpointer(tmp_path, writer="thread") as ckpt:
+        allow = _refuse_from(1, errno.EMFILE, monkeypatch)
+        for step in range(3):
+            ckpt.engine.begin_step(step)
+        allow()
+
+
 def test_a_second_slot_that_is_refused_fails_its_own_snapshot_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,8 @@ TITLE = "Budget: single steps with and without snapshots in turn, in one process
 BUDGET = 0.01
 MARGIN = 0.001
 """How much the upper end of the confidence interval may be above the budget."""
+WIDTH = 0.95
+"""Where a measurement ends: half the width by `MARGIN`. The rule never sees the value (Chow and Robbins 1965)."""
 MTBF_SECONDS = 1.0
 """So short that the budget decides the frequency; with failures as rare as usual, far fewer snapshots are taken."""
 INPUTS, BATCH_SIZE = 64, 128
@@ -43,18 +45,26 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much to measure: so many pairs of steps, after the first ones, which are not counted."""
+    """How much to measure: pairs of steps until the interval is narrow, after the first ones, which do not count.
+
+    Args:
+        pairs: at least.
+        most: at most.
+    """
 
     parameters: int
     pairs: int
+    most: int
     first: int
 
 
 SIZES = {
-    Scale.FULL: Size(4_000_000, 5400, 300),
-    Scale.QUICK: Size(4_000_000, 1000, 200),
-    Scale.TINY: Size(20_000, 20, 5),
+    Scale.FULL: Size(4_000_000, 5400, 32_400, 300),
+    Scale.QUICK: Size(4_000_000, 1000, 1000, 200),
+    Scale.TINY: Size(20_000, 20, 20, 5),
 }
+LOOK = 1200
+"""Pairs between two looks at the width of the interval."""
 AFTER = 2
 """Steps after a snapshot was written that belong to it: caches are cold."""
 
@@ -187,20 +197,25 @@ def run(bench: Bench) -> BarResult:
         assert cadence is not None
         meter = Meter(started_since(before))
         began = 0.0, 0.0
-        for number in range(size.first + size.pairs):
-            cadence.emit(
-                AttemptsFound((), ())
-            )  # time that a run survives does not correct how often it is said to fail
+        for number in range(size.first + size.most):
+            # Time that a run survives does not correct how often it is said to fail.
+            cadence.emit(AttemptsFound((), ()))
             if number == size.first:
                 began = _account(cadence)
             pair = one_pair(loops, meter, cadence, order)
             if number >= size.first:
                 pairs.append(pair)
             if number % 100 == 0:
-                bench.say(f"pair {number}/{size.first + size.pairs}")
-        charged, trained = (b - a for a, b in zip(began, _account(cadence), strict=True))
+                bench.say(f"pair {number} of {size.first + size.pairs} to {size.first + size.most}")
+            if len(pairs) >= size.pairs and (len(pairs) - size.pairs) % LOOK == 0:
+                looked = time.perf_counter()
+                wide = half_width(interval_of(pairs, trained))
+                cadence.exclude(time.perf_counter() - looked)
+                if wide <= WIDTH * MARGIN:
+                    break
+        charged, clean = (b - a for a, b in zip(began, _account(cadence), strict=True))
         snapshots = int(checkpointer.snapshots()[-1].seq)
-    return _result(size, pairs, charged / trained if trained else 0.0, snapshots)
+    return _result(size, pairs, charged / clean if clean else 0.0, snapshots)
 
 
 def _account(cadence: Cadence) -> tuple[float, float]:
@@ -210,11 +225,21 @@ def _account(cadence: Cadence) -> tuple[float, float]:
 
 def interval(on: Sequence[float], off: Sequence[float]) -> tuple[float, float, float]:
     """What the sum of `on` is beyond that of `off`, as a share, with a bootstrap interval over pairs (Efron 1979)."""
-    pairs = np.array([on, off])
-    picks = np.random.default_rng(SEED).integers(0, pairs.shape[1], (RESAMPLES, pairs.shape[1]))
-    sums = pairs[:, picks].sum(axis=2)
-    low, high = np.quantile(sums[0] / sums[1] - 1.0, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    pairs, generator = np.array([on, off]), np.random.default_rng(SEED)
+    count = pairs.shape[1]
+    sums = np.array([pairs[:, generator.integers(0, count, count)].sum(axis=1) for _ in range(RESAMPLES)])
+    low, high = np.quantile(sums[:, 0] / sums[:, 1] - 1.0, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(pairs[0].sum() / pairs[1].sum() - 1.0), float(low), float(high)
+
+
+def interval_of(pairs: Sequence[tuple[Stretch, Stretch]], of: Callable[[Stretch], float]) -> tuple[float, float, float]:
+    """`interval` of what `of` tells of each stretch."""
+    return interval(*([of(one) for one in kind] for kind in zip(*pairs, strict=True)))
+
+
+def half_width(found: tuple[float, float, float]) -> float:
+    """Of an interval."""
+    return (found[2] - found[1]) / 2.0
 
 
 def trained(one: Stretch) -> float:
@@ -224,8 +249,7 @@ def trained(one: Stretch) -> float:
 
 def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: float, snapshots: int) -> BarResult:
     def measured(of: Callable[[Stretch], float]) -> tuple[float, float, float]:
-        found = interval(*([of(one) for one in kind] for kind in zip(*pairs, strict=True)))
-        return tuple(100 * share for share in found)  # type: ignore[return-value]
+        return tuple(100 * share for share in interval_of(pairs, of))  # type: ignore[return-value]
 
     def in_order(of: Callable[[Stretch], float]) -> tuple[float, float, float]:
         middle, low, high = measured(of)
@@ -251,9 +275,11 @@ def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: flo
             "loop": f"a plain loop with `track`, perceptron of {size.parameters / 1e6:.1f} million parameters with "
             f"fused Adam ({12 * size.parameters / 1e6:.0f} MB of state) on the digits of scikit-learn, "
             "one thread, and the same loop without snapshots in the same process, which trains the same tensors",
-            "steps": f"{size.pairs} pairs of one step each, in random order; a step that takes a snapshot with all "
+            "steps": f"{len(pairs)} pairs of one step each, in random order; a step that takes a snapshot with all "
             f"until it is written and {AFTER} after that, beside as many without. {size.first} pairs before them are "
             "not counted. The account leaves out the steps without",
+            "pairs": f"at least {size.pairs} and at most {size.most}, until half the width of the interval is "
+            f"{100 * WIDTH * MARGIN:.3f} points, looked at every {LOOK} pairs",
             "training": "wall time; of a step without a snapshot less what it waited for a core, which other processes "
             "had (run-queue delay)",
             "interval": f"{CONFIDENCE:.0%}, by bootstrap over pairs ({RESAMPLES} resamples)",
@@ -267,7 +293,9 @@ def _result(size: Size, pairs: Sequence[tuple[Stretch, Stretch]], accounted: flo
                 100 * MARGIN,
                 (high - 100 * BUDGET,),
             ),
-            Check("half the width of the interval", "points", "at most", 100 * MARGIN, ((high - low) / 2,)),
+            Check(
+                "half the width of the interval", "points", "at most", 100 * MARGIN, (half_width((truth, low, high)),)
+            ),
             Check(
                 "overhead, as the run accounts for it, beside the measured one",
                 "points",

@@ -282,8 +282,8 @@ class AdaptivePolicy:
 
 
 def left_for_snapshots(budget: float, hook_share: float) -> float:
-    """What the hooks of each step leave of a budget, a quarter of it at least: no interval makes hooks any cheaper."""
-    return max(budget - hook_share, budget / 4.0)
+    """What the hooks of each step leave of a budget, an eighth of it at least: no interval makes hooks any cheaper."""
+    return max(budget - hook_share, budget / 8.0)
 
 
 def _limit(settings: FrequencySettings, best: JointIntervals, *levels: int) -> float:

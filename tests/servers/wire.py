@@ -131,6 +131,11 @@ class Wire:
         self._down = False
 
     @property
+    def waiting(self) -> int:
+        """How many rules with a number of times have not met all their requests."""
+        return sum(bool(rule.times) for rule in self._rules)
+
+    @property
     def struck(self) -> int:
         """How many requests since `log` was cleared were not passed on as they were."""
         return sum(action != "pass" for _, _, action in list(self.log))

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Every process of a test or of the demo would compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo pictures test test-slow test-oldest lint docs bench wheel clean
+.PHONY: demo pictures test test-long test-slow test-oldest lint docs bench wheel clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,20 +27,26 @@ pictures: demo
 
 # Two processes per core, because tests also wait; those of a file share what they start. Threads of torch that wait leave
 # the cores to the others, and numpy has none, which each fork would end and start again.
+QUIET := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --workers auto
+	$(QUIET) $(BIN)/python -m pytest --workers auto
+
+# The cells of tests that `make test` leaves out, and tests of several seconds.
+test-long: $(STAMP)
+	$(QUIET) $(BIN)/python -m pytest -m 'long and not slow and not gpu' --workers auto
 
 # Machines and servers that tests start themselves need the cores for themselves.
 SLOW := -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore
 test-slow: $(STAMP)
-	OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOW) --workers auto --ignore=tests/real
+	$(QUIET) $(BIN)/python -m pytest $(SLOW) --workers auto --ignore=tests/real
 	$(BIN)/python -m pytest $(SLOW) tests/real
 
 # The floors of pyproject.toml. What old libraries warn of is no error there.
 test-oldest:
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/pip install -q -c requirements/oldest.txt torch -e '.[dev]'
-	$(VENV)-oldest/bin/python -m pytest --workers auto -W default --ignore=tests/house --ignore=tests/typing
+	$(VENV)-oldest/bin/python -m pytest -m 'not slow and not gpu' --workers auto -W default --ignore=tests/house \
+		--ignore=tests/typing
 
 # The wheel and the source, and the wheel tried in a fresh environment.
 wheel:

@@ -28,7 +28,7 @@ since is in small pages again."""
 _OURS = r"(?:tests|benchmarks|examples)[\w.]*"
 _IMPORTS = re.compile(rf"^(?:from|import) ({_OURS})(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 gc.disable()  # while tests are collected, which leaves nothing to free
-pytest_plugins = ("tests.support.workers",)
+pytest_plugins = ("tests.support.long_tests", "tests.support.workers")
 pytest.register_assert_rewrite("ckpt_engine.testing")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background: processes inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -62,6 +62,7 @@ FEW = (
 )
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", FEW)
 def test_a_few_configurations_resume_exactly(name: str, tmp_path: Path) -> None:
     """Tracking leaves the run as it is; from the middle, three generations of resume repeat it."""

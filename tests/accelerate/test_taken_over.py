@@ -38,6 +38,7 @@ def a_trainer(case: Case, options: Any, **more: Any) -> Outcome:
     return train_hf({}, options, Path(str(case.extra["out"])), **more)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("train", [train_plain, train_accelerate, a_trainer])
 def test_a_cell_that_failed_is_run_again(
     train: Callable[..., Outcome], tmp_path: Path, caplog: pytest.LogCaptureFixture

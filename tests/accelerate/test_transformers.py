@@ -245,6 +245,7 @@ def test_a_finished_run_that_is_started_again_ends_as_it_had(tmp_path: Path) -> 
     assert again.digest == first.digest
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("loggers", ["on", "full", "off"])
 def test_reports_get_our_numbers(loggers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever reports to a service gets them with the trainer's; the trainer's own history does not."""

@@ -55,6 +55,7 @@ def killed(tmp_path: Path, process: Callable[..., Any], kind: str) -> Path:
     return only(tmp_path / "run", snapshot, tmp_path / "1")
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("before", "now"),
     [

@@ -35,6 +35,7 @@ def test_interleaving_rotates_the_order() -> None:
     assert taken == {"a": [1.0, 5.0, 6.0], "b": [2.0, 4.0, 7.0], "c": [3.0]}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("overhead", [0.0, 0.01, 0.05])
 def test_an_interval_has_the_overhead_in_it_as_often_as_it_says(overhead: float) -> None:
     """In drift and noise that both kinds of stretches share, 95 % of the intervals have the truth in them."""

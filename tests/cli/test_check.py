@@ -37,6 +37,7 @@ def findings(result: Any) -> dict[str, tuple[str, str]]:
     }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("state", "code", "bad"),
     [
@@ -120,6 +121,7 @@ def _run(folder: Path, step: int) -> None:
         run.save({"model": model, "optimizer": {"state": {}, "param_groups": groups}}, step=step)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("section", "resumes", "changes"),
     [

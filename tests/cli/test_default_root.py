@@ -36,6 +36,7 @@ def run_at(path: Path, *steps: int) -> RunFolder:
     return made
 
 
+@pytest.mark.cells(7)
 @pytest.mark.parametrize("source", ["file", "folder", "environment"])
 @pytest.mark.parametrize("verb", ["ls", "show", "verify", "status", "pin", "compact", "report", "prune", "export"])
 def test_a_verb_without_root_takes_the_run_that_is_here(
@@ -83,6 +84,7 @@ def test_without_any_run_the_error_names_the_three_ways(ckpt: Ckpt) -> None:
         assert "CKPT_ROOT" in done.err
 
 
+@pytest.mark.cells(25)
 @pytest.mark.parametrize("name", ["1200", "step=1200", "latest", "id", "start"])
 @pytest.mark.parametrize("form", ["one word", "two words", "of the default run"])
 @pytest.mark.parametrize("verb", ["show", "verify", "compact", "pin", "unpin", "export", "diff", "cp"])

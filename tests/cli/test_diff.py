@@ -194,6 +194,7 @@ HELD: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("holding", HOLDING)
 def test_arrays_in_containers_of_any_kind_are_compared_one_by_one(
@@ -291,6 +292,7 @@ _TREES = st.dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )

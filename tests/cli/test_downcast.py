@@ -24,6 +24,7 @@ MIXED = np.array(
 )
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("target", FLOAT_FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @given(drawn=npst.arrays("float64", st.integers(0, 40)))

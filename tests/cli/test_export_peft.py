@@ -82,6 +82,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, Any]]:
     return found
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_adapter_of_each_trainer_computes_the_same(
     trainer: str, made: list[tuple[nn.Module, Any]], ckpt: Ckpt, tmp_path: Path
@@ -143,6 +144,7 @@ def test_the_adapter_of_a_transformers_trainer_computes_the_same(
     same_as_saved(model, tmp_path)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_other_tuners_are_exported_as_peft_saves_them(kind: str, ckpt: Ckpt, tmp_path: Path) -> None:
     """Their names are those that PEFT gives them."""

@@ -132,6 +132,7 @@ def changed(run: Path, root: Path, change: Change, text: str) -> Path:
     return root
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize(("number", "field"), list(enumerate(FIELDS)))
 def test_no_field_of_a_manifest_steers_the_terminal(run: Path, tmp_path: Path, number: int, field: str) -> None:
     """Every fourth verb, in text and as JSON, and the page."""

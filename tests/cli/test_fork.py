@@ -257,6 +257,7 @@ def test_damage_is_not_forked(
     assert [one.id for one in Repository(LocalStorage(tmp_path / "new")).ids()] == [ids[2]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("refuses", [False, True])
 def test_one_store_copies_its_objects(
     ckpt: Ckpt,
@@ -301,6 +302,7 @@ def test_one_store_copies_its_objects(
     assert (tmp_path / "disk" / names.data_name(snapshot)).read_bytes() == run_folder.data_file(snapshot).read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("action", "method", "path"),
     [

@@ -145,6 +145,7 @@ with Checkpointer(root, every_n_steps=20) as ckpt:
 """
 
 
+@pytest.mark.long
 def test_the_parts_of_a_real_run_that_is_killed_twice_add_up(ckpt: Ckpt, tmp_path: Path) -> None:
     """To the time from its first start until its end: the record is read that three processes have left."""
     script, root = tmp_path / "train.py", tmp_path / "run"

@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(("kind", "strange"), CASES)
 def test_nothing_hangs_and_what_goes_wrong_has_a_code(kind: str, strange: str, tmp_path: Path, ckpt: Ckpt) -> None:
     """Each verb, a load and a training; the older snapshot is what is loaded where the newer one is hit."""

@@ -37,6 +37,7 @@ def test_a_table_of_policies_in_the_order_of_goodput(ckpt: Ckpt) -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("failures", ["rsc:1024", "spot", "weibull:0.6,5h"])
 def test_ours_is_near_the_rule_that_knows_everything(failures: str, ckpt: Ckpt) -> None:
     """Daly's, given the true costs and the true rate."""
@@ -71,6 +72,7 @@ def test_costs_and_failures_come_from_the_run(ckpt: Ckpt, run_folder: Any) -> No
     assert ours["tiers"] == [pytest.approx(86400.0 / ours["interval_seconds"] * 3e9, rel=0.2)]
 
 
+@pytest.mark.long
 def test_a_run_of_short_steps_ends(ckpt: Ckpt, run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty days of it have millions of snapshots: fewer days are simulated, and what needs more is left out."""
     for name in ("MOST_OURS", "MOST_RULED"):

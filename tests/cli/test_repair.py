@@ -261,6 +261,7 @@ def test_a_fork_does_not_get_the_manifest_of_its_origin(ckpt: Ckpt, pair: tuple[
     assert ckpt("repair", fork.root, "--from", near.root).code == 0 and fork.files() == fork.was
 
 
+@pytest.mark.long
 def test_a_bucket_mends_a_disk_and_the_other_way(ckpt: Ckpt, tmp_path: Path, moto: S3Server, bucket: str) -> None:
     """A real S3 server is the other tier."""
     far = {"url": f"s3://{bucket}/run", "storage_options": moto.options()}
@@ -280,6 +281,7 @@ def test_a_bucket_mends_a_disk_and_the_other_way(ckpt: Ckpt, tmp_path: Path, mot
     assert bytes(out) == near.was[hurt]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_kills_in_the_middle_of_a_repair_lose_nothing(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
     """Wherever it is killed, each file is the damaged one or the whole one, and the same command ends it."""
@@ -399,6 +401,7 @@ def test_a_scrub_of_a_run_that_is_being_written_names_what_is_damaged(
     assert f"model/frozen1: {name}" in held.out and "mended from" not in held.out
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_scrub_that_is_killed_continues_where_it_was(ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path) -> None:
     """Wherever it is killed, no file is half mended, and the next one reads only what was not found whole yet."""

@@ -142,6 +142,7 @@ class Family:
             self.require()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("megabytes", "forks", "kills"), [(8, 2, 15), pytest.param(400, 8, 200, marks=pytest.mark.slow)]
 )

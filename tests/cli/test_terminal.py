@@ -178,6 +178,7 @@ def unfit(lines: list[str], columns: int = 80) -> list[str]:
     return [line for line in lines if len(line) > columns and not PATH.fullmatch(line)]
 
 
+@pytest.mark.cells(12)
 @pytest.mark.parametrize("verb", [*VERBS, "group"])
 def test_no_row_wraps_in_80_columns(terminal: Terminal, world: dict[str, str], verb: str) -> None:
     """Answers and errors of the verb, with short and with long roots."""
@@ -199,6 +200,7 @@ def test_no_row_wraps_in_80_columns(terminal: Terminal, world: dict[str, str], v
     assert wrong == {}, json.dumps(wrong, indent=1, ensure_ascii=False)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("option", ["-w", "--wide"])
 @pytest.mark.parametrize("verb", ["ls", "status", "prune --keep last=1 --dry-run", "show"])
 def test_wide_cuts_nothing(terminal: Terminal, world: dict[str, str], option: str, verb: str) -> None:

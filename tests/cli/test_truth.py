@@ -70,6 +70,7 @@ def _answer(*arguments: str) -> Any:
     return json.loads(done.stdout[done.stdout.index("{") :])  # click 8.1 mixes it with the error stream
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [

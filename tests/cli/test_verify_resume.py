@@ -67,6 +67,7 @@ def _places(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "scratch").iterdir() if path.is_dir())
 
 
+@pytest.mark.long
 def test_the_recorded_steps_are_compared_too(forked: None, verify: Callable[..., Any]) -> None:
     """A loop that is tracked shows each step; a loop by hand shows its snapshots only."""
     result = verify("", "--json", "--steps", 4, script="tracked_loop.py")

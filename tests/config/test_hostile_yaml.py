@@ -74,6 +74,7 @@ def refuse(file: Path) -> str:
     return text
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS.keys())
 def test_a_hostile_document_is_refused_in_a_few_lines(tmp_path: Path, document: bytes) -> None:
     """With the file and a line, and no text of it that is long."""

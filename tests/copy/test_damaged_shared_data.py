@@ -40,6 +40,7 @@ TIERS = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
 @pytest.mark.parametrize("where", TIERS)
 def test_a_later_snapshot_does_not_rest_on_damaged_data(

@@ -78,6 +78,7 @@ _STATES = st.dictionaries(
 )
 
 
+@pytest.mark.cells(1)
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("codec", KINDS)
 @given(states=st.lists(_STATES, min_size=2, max_size=6))

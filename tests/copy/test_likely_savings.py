@@ -55,6 +55,7 @@ def test_a_state_that_changes_everywhere_is_digested_while_it_is_written(
     life.check(saved)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("kind", "most"), [("frozen", 0.0), ("comes back", 0.0), ("swapped", 0.0), ("table", 0.15)], ids=str
 )

@@ -189,6 +189,7 @@ class _NoReachability(Run):
         self.storage.delete(*(names.data_name(snapshot) for snapshot in removed))
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     "broken",
     [

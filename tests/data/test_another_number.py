@@ -116,6 +116,7 @@ def surplus(seen: Counter[int], count: int) -> int:
     return sum(seen.values()) - count
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 @settings(max_examples=settings.default.max_examples // 8)
 @given(

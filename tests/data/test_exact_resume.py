@@ -40,6 +40,7 @@ def check(kind: Kind, reference: Run, boundary: Boundary, seed: int) -> Run:
     return resumed
 
 
+@pytest.mark.cells(9)
 @pytest.mark.parametrize("kind", QUICK)
 def test_following_changes_nothing_and_resume_is_exact(kind: Kind) -> None:
     """A run equals one without us; resumes early, late, between and at the end of epochs equal the run.

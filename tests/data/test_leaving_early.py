@@ -64,6 +64,7 @@ def train_limited(
     return run
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_the_next_epoch_starts_as_it_would_have_here(kind: Kind) -> None:
     """A state of an epoch that was left early resumes into a fresh one; persistent workers that ran ahead included."""

@@ -116,6 +116,7 @@ def numbers(rows: list[int]) -> list[Any]:
     return [rows]
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dataset", [Stream, Rows])
 @pytest.mark.parametrize("kind", CLASSES)

@@ -79,6 +79,7 @@ def train_ahead(
     return run
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_one_batch_in_advance_is_fetched_again(kind: Kind) -> None:
     """At every boundary of an epoch one batch is fetched and not trained; it comes again, bitwise."""

@@ -141,6 +141,7 @@ def test_all_of_all_batches_finish_the_epoch_where_the_loop_asks_for_that() -> N
     assert len(list(again)) == 6
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}])
 @pytest.mark.parametrize("boundary", [0, 3, 7, 8], ids=["start", "within", "between", "start of the second"])
 def test_a_loaded_state_holds_until_a_batch_is_fetched(workers: dict[str, Any], boundary: int) -> None:
@@ -170,6 +171,7 @@ def test_a_loaded_state_holds_until_a_batch_is_fetched(workers: dict[str, Any], 
     assert rng.capture() == reference.end
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_dropped_iterator_of_a_fresh_epoch_leaves_nothing_in_the_samplers(workers: dict[str, Any]) -> None:
     """The dropped iterator drew from the sampler's generators and moved its counter; the next one starts as it did."""

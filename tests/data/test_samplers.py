@@ -139,6 +139,7 @@ def run(
     return seen, boundaries, position
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize(("workers", "lookahead"), [(0, 0), (0, 1), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)])
 @pytest.mark.parametrize("make", [SavedWeights, LazyWeights, Remade, distributed, OwnWeights])
 def test_a_sampler_goes_on_three_generations_deep(make: Callable[[], Any], workers: int, lookahead: int) -> None:
@@ -158,6 +159,7 @@ def test_a_sampler_goes_on_three_generations_deep(make: Callable[[], Any], worke
         assert position.restoration.exactness.level in (Level.EXACT, level), position.restoration
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("workers", "lookahead"), [(0, 0), (0, 1), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)])
 def test_a_sampler_that_nothing_but_its_state_repeats_goes_on_by_that(workers: int, lookahead: int) -> None:
     """Its epoch goes on in the order that it had, each sample once; the next epochs are whole."""

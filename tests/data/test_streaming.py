@@ -186,6 +186,7 @@ def exact_or_said(loader: Callable[[], DataLoader[Any]], *, exactly: bool = True
             boundary = resumed.boundaries[hop]
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize(
     ("name", "workers"),
     [(name, "0") for name in OWN] + [(name, ("2", "2 kept")[number % 2]) for number, name in enumerate(OWN)],
@@ -279,6 +280,7 @@ def test_streams_of_the_package_datasets(name: str, workers: str) -> None:
     )
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("workers", LOADERS)
 def test_a_stateful_loader_of_such_streams(workers: str) -> None:
     """torchdata's loader asks the data set itself."""

@@ -24,6 +24,7 @@ def test_there_are_forty_scripts_at_least() -> None:
     assert set(QUICK) <= set(SCRIPTS)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in SCRIPTS])
 def test_a_resume_is_bitwise_or_says_what_is_not(name: str, tmp_path: Path) -> None:
     """After a kill four steps behind the last snapshot, by a process with other seeds."""

@@ -44,6 +44,7 @@ def test_stalls_that_come_in_phases_are_expected_to_go_on(learned: Any) -> None:
     assert alone.expected() < 5.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Learned", "Sampled"])
 def test_it_drives_a_job_with_its_memory_of_earlier_lives(learned: Any, name: str) -> None:
     """The learned policy takes the place of the cadence, snapshots in memory included."""

@@ -24,6 +24,7 @@ NOT_YET = {"ckpt_resume_exact", "ckpt_seconds_to_durable", "ckpt_tier_bytes_per_
 """Known only after a resume, or once a speed was measured."""
 
 
+@pytest.mark.long
 def test_each_durable_snapshot_is_evaluated(tmp_path: Path) -> None:
     """In order, by the program that the option names, with weights that get better; nothing is left behind."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

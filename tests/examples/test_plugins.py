@@ -68,6 +68,7 @@ class TestXzCodec(CodecContract):
         return get_codec("xz")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_a_run_keeps_its_snapshots_with_both(tmp_path: Path, writer: str) -> None:
@@ -95,6 +96,7 @@ def _ignite(site: Path, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_an_ignite_trainer_goes_on_exactly(site: Path, tmp_path: Path) -> None:
     """Killed in the second epoch; the restart has another seed. A third start finds nothing left to do."""
     whole = _ignite(site, tmp_path / "whole", 1)

@@ -45,6 +45,7 @@ class TwoLevels(Rig):
         return (0.2 * len(self.durable) + self.stall * len(self.memory)) / self.training
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
 @pytest.mark.parametrize("stall", [0.002, 0.05, 0.1])
 def test_both_kinds_together_keep_to_the_budget(stall: float, jitter: float) -> None:

@@ -130,6 +130,7 @@ TRAINERS: dict[str, tuple[Callable[[Path | None, Calls], None], Any]] = {
 }
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_boundary_that_does_nothing_is_cheap(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far below what a step of ten milliseconds would show, and so is what hooks and the loader add to a step."""

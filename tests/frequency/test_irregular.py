@@ -123,6 +123,7 @@ def is_as_good_as(best: float, world: World, steps: int) -> None:
     assert training.true_overhead <= 1.15 * BUDGET
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 def test_no_fixed_interval_is_much_better(world: World) -> None:
     """Useful work beside the best of a few fixed intervals, whose trainings the slow test below repeats."""
@@ -152,6 +153,7 @@ def settled(factor: float, what: str) -> int:
     )
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("what", ["stall", "persist"])
 @pytest.mark.parametrize("factor", [2.0, pytest.param(5.0, marks=pytest.mark.slow), 30.0])
 def test_the_interval_is_back_soon_after_a_disturbance(factor: float, what: str) -> None:
@@ -159,6 +161,7 @@ def test_the_interval_is_back_soon_after_a_disturbance(factor: float, what: str)
     assert settled(factor, what) <= 6
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("after", "jitter"), [((1.06, 1.05), 0.1), ((1.06, 1.05), 0.03), ((), 0.1)])
 def test_steps_that_are_still_longer_after_a_persist_are_counted(after: Sequence[float], jitter: float) -> None:
     """Caches are cold for a while. Where such steps counted as clean, a budget of 1 % would cost 1.25 %."""

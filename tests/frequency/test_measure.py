@@ -108,6 +108,7 @@ def test_the_first_steps_after_a_snapshot_count_for_it_where_they_are_longer(
     assert [one.clean for one in found[1:]] == [5 - count for count in counted[1:]]
 
 
+@pytest.mark.long
 def test_what_ends_an_interval_is_no_evidence() -> None:
     """An interval that is over at a time ends with a long step; without it all others are shorter than usual."""
     rng = random.Random(7)

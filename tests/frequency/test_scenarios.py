@@ -64,6 +64,7 @@ def test_postponing_never_lets_training_wait() -> None:
     assert all(one.wait_seconds == 0.0 for one in training.taken)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("budget", "persist"),
     [

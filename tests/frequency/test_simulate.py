@@ -36,6 +36,7 @@ def job(seconds: float = 3 * DAY, seed: int = 1, mtbf: float = LLAMA3_SECONDS, *
     return made(failures, seconds, RESTART, training, **how).run()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("minutes", "cost"),
     [(10, 10.0), (30, 1.0), (60, 10.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHER_INTERVALS)],
@@ -51,6 +52,7 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
     assert found.goodput == pytest.approx(exact, abs=0.008)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jobs", [5, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_short_job_is_as_good_as_a_long_one_within_its_spread(jobs: int) -> None:
     """What ends a job early changes nothing but how sure its goodput is: of all, at most one is 1.5 spreads off."""
@@ -65,6 +67,7 @@ def test_a_short_job_is_as_good_as_a_long_one_within_its_spread(jobs: int) -> No
     assert sum(abs(one.goodput - long) > 1.5 * own for one, own in zip(short, spreads, strict=True)) <= 1
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize(
     "options",
@@ -100,6 +103,7 @@ def test_leaps_change_nothing(options: dict[str, Any], seed: int) -> None:
     assert fast.rows == slow.rows
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize(
     "options",

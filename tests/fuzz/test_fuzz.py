@@ -34,6 +34,7 @@ def test_what_is_not_changed_is_read(runs: dict[str, Path], tmp_path: Path) -> N
         assert found == []
 
 
+@pytest.mark.cells(16)
 @pytest.mark.parametrize(("name", "mutant"), named(), ids=lambda one: one if isinstance(one, str) else "")
 def test_what_was_found_once_is_not_found_again(
     runs: dict[str, Path], tmp_path: Path, name: str, mutant: Mutant

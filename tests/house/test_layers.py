@@ -81,6 +81,7 @@ def test_the_writer_and_the_command_line_start_without_torch() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *modules], timeout=60, check=True)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_says_its_one_responsibility_and_stays_short(package: str) -> None:
     """Each file starts with a docstring and has 400 code lines at most, each function 60."""
@@ -358,6 +359,7 @@ def _names_of_the_engine(package: Path) -> set[str]:
     return {one.name for node in imports if (node.module or "").split(".")[0] == "ckpt_engine" for one in node.names}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("name", "most"),
     [

@@ -80,6 +80,7 @@ def ranked(query: str) -> list[tuple[str, str]]:
     return [place for place, _ in scores.most_common()]
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize(("query", "page", "heading"), QUESTIONS, ids=[one[0] for one in QUESTIONS])
 def test_a_newcomer_finds_the_answer(query: str, page: str, heading: str) -> None:
     """One click opens a tab, the second one a page of it; the search has the page among its first results."""

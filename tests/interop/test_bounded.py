@@ -60,6 +60,7 @@ LARGER = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("make", LARGER.values(), ids=LARGER)
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_what_is_far_larger_than_its_file_is_refused(make: Callable[[], Any], legacy: bool, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ class CopiesTrainer(Callback):
         self.found |= {name: self._make(one) for name, one in held.items()}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_a_trainer_are_plain(hook: str, way: str, tmp_path: Path) -> None:

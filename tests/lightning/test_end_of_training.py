@@ -45,6 +45,7 @@ FINISHED = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", FINISHED)
 def test_more_epochs_continue_a_finished_run_exactly(name: str, tmp_path: Path) -> None:
     """One epoch, then a restart with max_epochs=3, are one run of three epochs."""
@@ -97,6 +98,7 @@ def test_a_rerun_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
         assert found == {key: value for key, value in expected.items() if not key.startswith("ckpt/")}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("steps", [7, 8, 9])
 def test_a_higher_max_steps_continues_in_the_middle_of_the_epoch(steps: int, tmp_path: Path) -> None:
     """Lightning ends the epoch when max_steps is reached; the snapshot is from before that end."""

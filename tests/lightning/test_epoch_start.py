@@ -164,6 +164,7 @@ HOOKS: dict[str, tuple[Case, Any]] = {
 QUICK = ("draws and logs", "decays the optimizer, steps a scheduler", "averages, and the model resets")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in HOOKS]
 )
@@ -273,6 +274,7 @@ GROUPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_of_parameters_that_training_adds_are_put_back(name: str, tmp_path: Path) -> None:
     """Two generations deep, before the group was added and after that."""

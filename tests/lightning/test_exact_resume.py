@@ -81,6 +81,7 @@ WITHOUT_US = {*LOADERS, "averaged weights", "mixed precision with a scaler", "ra
 """Compared with a run that has no callback of ours. The others: with resumed runs, which save nothing."""
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in OF_A_KIND])
 def test_every_configuration_resumes_exactly(name: str, tmp_path: Path) -> None:
     """The callback leaves the run as it is, and a few boundaries of the second epoch resume it."""

@@ -57,6 +57,7 @@ def torn(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if "changed while it was copied" in message]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_no_snapshot_is_torn(name: str, tmp_path: Path, instants: Instants, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing but the fence completes the copying, and it comes early enough everywhere."""

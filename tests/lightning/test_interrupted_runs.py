@@ -53,6 +53,7 @@ def interrupted(case: Case, root: Path, step: int, **options: Any) -> list[Entry
     return trace[0]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("name", ["validation within epochs", "persistent workers", "plateau per epoch"])
 def test_three_crashes_in_a_row_leave_one_exact_run(name: str, tmp_path: Path) -> None:
     """Each process resumes what the one before left, within the same epoch and across epochs."""
@@ -148,6 +149,7 @@ def test_sigterm_saves_the_last_finished_batch(step: int, kind: str, where: tupl
     assert resumed.digest == reference.digest
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("name", "step", "where"),
     [("validation within epochs", 2, (0, 3)), ("accumulation of 2", 2, (0, 3)), ("accumulation of 2", 3, (0, 4))],

@@ -73,6 +73,7 @@ def fit(
     return rows
 
 
+@pytest.mark.cells(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METRICS]

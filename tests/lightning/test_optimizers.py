@@ -95,6 +95,7 @@ def assert_exact(kind: type[Model], folder: Path, batch: int = 2) -> None:
     assert found_end == end
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", [Wrapped, Started, WithTexts])
 def test_state_of_other_kinds_is_resumed_bit_for_bit(kind: type[Model], tmp_path: Path) -> None:
     assert_exact(kind, tmp_path)
@@ -140,12 +141,14 @@ class Shuffled(Model):
         return torch.optim.AdamW(rows[::-1] if self.order % 2 else rows, lr=1e-2)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("kind", [Sharp, SharpByInner, SharpAndScheduled, Around])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_optimizers_within_others_are_resumed_bit_for_bit(kind: type[Model], batch: int, tmp_path: Path) -> None:
     assert_exact(kind, tmp_path, batch)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("order", [1, 2, 5])
 def test_parameters_in_another_order_get_their_own_state(
     order: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def folders(tmp_path: Path) -> Iterator[Mapping[str, Path]]:
     yield {name: tmp_path / name for name in ("whole", "cut", "run")}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("what", "stop"), [("plain", 4), ("callbacks", 8), ("averaged", 13), ("table", 8)])
 def test_a_run_of_the_other_package_resumes_exactly(what: str, stop: int, folders: Mapping[str, Path]) -> None:
     """Weights, optimizer and losses, in the middle of an epoch; tables of the loggers too."""

@@ -37,6 +37,7 @@ class Signals(Callback):
         return called
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end"])
 def test_the_trainer_has_received_it_from_then_on(hook: str, tmp_path: Path) -> None:
     """In every hook until the boundary, and after the fit; the validation that runs is not cut short."""

@@ -79,6 +79,7 @@ def test_loggers_can_be_left_alone(tmp_path: Path) -> None:
 FULL = {"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("bar", "names"), [("off", set()), (None, {"ckpt"}), ("full", FULL)])
 def test_the_progress_bar_shows_what_the_options_ask(bar: str | None, names: set[str], tmp_path: Path) -> None:
     """One short entry by default, from which step a restart would go on: a bar of 80 columns has room for it."""

@@ -35,6 +35,7 @@ def fork_shown(ckpt: Any, verb: str, root: Path) -> Any:
     return ckpt(verb, root, "--json").json["fork"]
 
 
+@pytest.mark.cells(2)
 def test_a_run_begins_with_a_snapshot_of_another(train: Train, tmp_path: Path, ckpt: Any) -> None:
     """It trains what that one has trained after it; it needs nothing of it once it has a snapshot of its own."""
     parent, new, step = tmp_path / "parent", tmp_path / "new", HF_AT
@@ -90,6 +91,7 @@ def test_parts_of_another_run_begin_at_step_0(tmp_path: Path, ckpt: Any) -> None
     assert fork_shown(ckpt, "show", new)["step"] == saved(parent)[-1].step
 
 
+@pytest.mark.cells(7)
 @pytest.mark.parametrize("kind", ["no place", "no step", "no run", "damaged", "no scheme"])
 def test_what_is_missing_or_damaged_is_refused_before_training(train: Train, kind: str, tmp_path: Path) -> None:
     """With a message that names the place."""

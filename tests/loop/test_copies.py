@@ -61,6 +61,7 @@ def middle_of_a_run(root: Path, loader: Any, lazy: str) -> Iterator[dict[str, An
                 yield {"optimizer": optimizer, "scheduler": scheduler, "loader": loader, "model": model, **held}
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("loader", "lazy"), [("shuffled", "off"), ("shuffled", "on"), ("stream", "off")])
 def test_copies_of_what_is_tracked_are_plain(way: str, loader: str, lazy: str, tmp_path: Path) -> None:

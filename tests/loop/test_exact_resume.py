@@ -24,6 +24,7 @@ CASES = {**{name: Case(loader=loader) for name, loader in LOADERS.items()}, **LO
 FEW = ("shuffled", "two workers", "stateful iterable dataset", "evaluation within epochs", "one step per epoch")
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", FEW)
 def test_a_few_configurations_resume_exactly(name: str, tmp_path: Path) -> None:
     """Tracking leaves the run as it is; from the middle, three generations of resume repeat it."""

@@ -133,6 +133,7 @@ TRAINS = {"plain": train_plain, "accelerate": train_accelerate}
 PLACES = ("forward", "backward", "sample")
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("trainer", TRAINS)
 def test_a_step_that_fails_before_it_changes_weights_loses_nothing(
@@ -146,6 +147,7 @@ def test_a_step_that_fails_before_it_changes_weights_loses_nothing(
     assert_exact(train, case, tmp_path, FAILS_AT - (where == "sample" and trainer == "accelerate"))
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("trainer", TRAINS)
 @pytest.mark.parametrize("where", ["forward", "sample"])
 def test_gradients_of_earlier_batches_are_lost_only_if_their_batch_has_come(
@@ -275,6 +277,7 @@ NOT_SAVED: dict[str, tuple[Callable[[Script], None], str]] = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", NOT_SAVED)
 def test_what_cannot_be_had_exactly_is_not_saved(
     name: str, bomb: Bomb, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -453,6 +456,7 @@ def _hf(tmp_path: Path, arguments: Any = None, *, fails: bool = False, seed: int
         return Outcome(trace, {})
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("where", PLACES)
 def test_transformers_loses_nothing_in_a_step_that_fails_before_it_changes_weights(
     where: str, bomb: Bomb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

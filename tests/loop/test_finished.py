@@ -98,6 +98,7 @@ def keeps(root: Path, epochs: int, seed: int) -> None:
     kept.file.close()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("loop", [over_a_loader, steps, carries, keeps])
 def test_a_finished_loop_lacks_nothing_until_it_trains_again(loop: Any, tmp_path: Path) -> None:
     """Started again it trains nothing, and what a process begins with is no matter; trained longer, it is named."""

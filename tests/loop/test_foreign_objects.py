@@ -227,6 +227,7 @@ class Holder:
         self.walk = walk
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("kind", ["local", "attribute", "in a dict", "wrapped", "wrapped often", "slots"])
 def test_an_object_of_a_package_continues(kind: str, tmp_path: Path, package: Any) -> None:
     """Its position and its private stream come back; a reading of the clock among them is no state."""
@@ -243,6 +244,7 @@ def test_an_object_of_a_package_continues(kind: str, tmp_path: Path, package: An
     assert continued(tmp_path, loops[kind]) == (True, "")
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("kind", ["Checked", "Cached", "Fitted", "Ended", "Opened"])
 @pytest.mark.parametrize("inside", [lambda env: env, Holder])
 def test_flags_of_an_object_of_a_package_fit_what_else_it_has(
@@ -293,12 +295,14 @@ def test_a_loader_of_a_package_is_not_asked_for_its_state_before_it_has_got_one(
     assert continued(tmp_path, loop) == (True, "")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["Slots", "Asks", "Shows", "Lists"])
 def test_slots_are_read_without_a_call_of_the_object(kind: str, tmp_path: Path, package: Any) -> None:
     """What it does where a slot is not assigned, or is hidden by a property, may fail."""
     assert continued(tmp_path, driven(getattr(package, kind), inside=Holder)) == (True, "")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("how", ["by event", "by filter", "in a list", "itself"])
 def test_what_an_engine_of_a_package_calls_in_each_step_continues(how: str, tmp_path: Path, package: Any) -> None:
     """The engine's own `state_dict` does not have it."""
@@ -370,6 +374,7 @@ def counted(state: Any) -> int:
     return int(state.count)
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("kind", [as_dict, as_dataclass, as_namespace, as_arguments, as_list])
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_counter_beside_the_model_continues(kind: Callable[[Script], Any], is_held: bool, tmp_path: Path) -> None:
@@ -386,6 +391,7 @@ def test_a_counter_beside_the_model_continues(kind: Callable[[Script], Any], is_
     assert continued(tmp_path, loop, seeds=(1, 1)) == (True, "")
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
 def test_a_scheduler_that_is_not_tracked_continues(kind: str, is_held: bool, tmp_path: Path) -> None:
@@ -424,6 +430,7 @@ def sum_of(value: Any) -> float:
     return float(sum(map(sum_of, value))) if isinstance(value, list | tuple) else float(np.sum(np.asarray(value)))
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize(("kind", "seed"), crossed(tuple(DRAWS), [2, 1]))
 @pytest.mark.parametrize("is_held", [False, True])
 def test_what_a_script_without_a_seed_draws_before_the_loop_is_named(
@@ -463,6 +470,7 @@ def test_buffers_that_are_filled_in_place_continue(tmp_path: Path) -> None:
     assert continued(tmp_path, loop) == (True, "")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, np.float64])
 def test_a_buffer_that_is_again_what_it_was_at_first_is_not_named(
     dtype: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -520,6 +528,7 @@ def test_a_flag_that_a_scheduler_puts_on_an_optimizer_is_no_state(tmp_path: Path
     assert continued(tmp_path, loop) == (True, "")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["attribute", "in a dict", "in a list"])
 def test_our_own_objects_are_no_state(kind: str, tmp_path: Path) -> None:
     """A model that has the tracker, as `self.run = ckpt.track(…, net=self)` gives it one."""
@@ -548,6 +557,7 @@ def older(kind: str, loader: Any) -> tuple[Any, Callable[[], Any]]:
     return held, lambda: next(held.walk)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("kind", ["held", "generator", "cycle"])
 @pytest.mark.parametrize("announces", [False, True])
 def test_an_iterator_from_before_the_run_is_named_at_the_first_step(

@@ -116,6 +116,7 @@ def report(folder: Path) -> Any:
     return json.loads((folder / "resume-report.json").read_text())
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kills", [(5,), (2, 3, 9), (1, 2), *SELDOM])
 def test_attributes_of_all_objects_go_on(tmp_path: Path, kills: tuple[int, ...]) -> None:
     """Model, dataset and collate function; killed up to three times, with another seed each time."""
@@ -331,6 +332,7 @@ def carrying(folder: Path, seed: int, die_at: int | None, way: str) -> list[str]
     return losses
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_script_keeps_beside_goes_on(way: str, tmp_path: Path) -> None:
     """Globals, attributes of classes, slots, modules that nothing tracks, and containers, over three processes."""

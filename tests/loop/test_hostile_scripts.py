@@ -313,6 +313,7 @@ def trains_on_more_rows_each_epoch(script: Script) -> None:
         sampler.limit += 6
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize(
     "loop",
     [
@@ -447,6 +448,7 @@ def test_what_no_snapshot_has_is_named(loop: Callable[[Script], None], name: str
     assert any(name in one for one in said), said
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -53,6 +53,7 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("trainer", "recipe"), CELLS)
 def test_a_change_survives_two_kills(trainer: str, recipe: str, server: ForkServer, tmp_path: Path) -> None:
     """The first one may come before the branch has a snapshot; each process has the same command."""

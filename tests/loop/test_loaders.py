@@ -69,6 +69,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("trainer", "name"),
     [

@@ -187,6 +187,7 @@ def lives(folder: Path, loop: Callable[[Script], None], seeds: tuple[int, int, i
     return first + life(folder, loop, seeds[1], 2) + life(folder, loop, seeds[2])
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("loop", EXACT, ids=lambda loop: loop.__name__)
 def test_the_first_step_draws_what_it_would_have(loop: Callable[[Script], None], tmp_path: Path) -> None:
     """Over three processes with other seeds, and nothing is said of it."""

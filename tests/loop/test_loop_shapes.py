@@ -745,6 +745,7 @@ QUICK: dict[Loop, int] = {
 """How many boundaries of a loop the quick tests resume from."""
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("loop", [prints_a_count, pairs_a_counted_one, pairs_a_counted_one_of_a_bar])
 def test_what_trains_the_same_is_no_fault(loop: Loop, tmp_path: Path) -> None:
     """A resumed loop that only prints other numbers, or whose iterators go on by themselves: nothing is reported."""
@@ -768,6 +769,7 @@ def some(snapshots: list[Saved], share: int) -> list[Saved]:
     return snapshots if share >= len(snapshots) else snapshots[len(snapshots) // 2 :][:share]
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize(("loop", "share"), cases(EXACT))
 def test_the_loop_goes_on_where_it_was(loop: Loop, share: int, tmp_path: Path) -> None:
     """From each boundary, under another seed, three generations deep; and the run itself is that without tracking."""
@@ -785,6 +787,7 @@ def test_the_loop_goes_on_where_it_was(loop: Loop, share: int, tmp_path: Path) -
             pytest.fail(f"{where}: {life.outcome.trace[:3]} instead of {rest_of(reference, snapshot)[:3]}")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "loop", [pairs_an_endless_one_with_its_steps, counts_the_steps_of_an_endless_one, takes_from_a_global_one]
 )
@@ -797,6 +800,7 @@ def test_what_goes_on_over_several_passes_is_no_fault(loop: Loop, tmp_path: Path
         assert life.said_before_the_first_step == []
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("loop", "share"), cases(DECLARED))
 def test_a_loop_that_cannot_be_repeated_says_so_before_it_trains(loop: Loop, share: int, tmp_path: Path) -> None:
     """Each resume is exact, or its report says what to change, before the first step if there is one."""

@@ -225,6 +225,7 @@ def run(
     return rows
 
 
+@pytest.mark.cells(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("name", "trainer"), CASES)
 def test_a_metric_goes_on_where_it_was(name: str, trainer: str, tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def train(root: Path, make: Callable[[], Any], advised: Callable[[Any], Any], st
     return [one.clone() for one in model.state_dict().values()]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_around_a_torch_loader_names_it_and_the_advice_resumes_exactly(name: str, tmp_path: Path) -> None:
     """What is inside is followed, whatever reads it."""
@@ -192,6 +193,7 @@ NODES: Mapping[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", NODES)
 def test_a_sampler_whose_order_no_state_has_is_named(name: str, tmp_path: Path) -> None:
     """Of nodes of torchdata, which count what a sampler has given and begin it again: also after a stop."""

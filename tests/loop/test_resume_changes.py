@@ -159,6 +159,7 @@ def trainer(request: pytest.FixtureRequest) -> Trainer:
     return TRAINERS[request.param]
 
 
+@pytest.mark.cells(1)
 def test_weights_only_begin_at_step_0(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """Nothing but the weights is the old run's."""
     folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
@@ -168,6 +169,7 @@ def test_weights_only_begin_at_step_0(trainer: Trainer, first_parts: FirstParts,
     assert {one.name for one in told.changes} >= {"optimizer", "scheduler"}
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("trainer", "schedule"), crossed(tuple(TRAINERS), ["warmup", "step"]), indirect=["trainer"])
 def test_weights_and_moments_with_a_new_schedule(
     schedule: str, trainer: Trainer, first_parts: FirstParts, tmp_path: Path
@@ -179,6 +181,7 @@ def test_weights_and_moments_with_a_new_schedule(
     assert_branch(trainer, new, folder, {"only": ["model", "optimizer"]}, expected)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("trainer", "section"),
     crossed(tuple(TRAINERS), [{"strict": False}, {"skip": ["model.head.*"]}]),
@@ -194,6 +197,7 @@ def test_another_head(section: Any, trainer: Trainer, first_parts: FirstParts, t
     assert [one.name for one in told.changes] == ["model.head.weight", "model.head.bias"]
 
 
+@pytest.mark.cells(1)
 def test_fresh_random_streams(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The data stays in its place, and what is drawn is this process's."""
     folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
@@ -204,6 +208,7 @@ def test_fresh_random_streams(trainer: Trainer, first_parts: FirstParts, tmp_pat
     assert "random streams" not in {one.name for one in told.restored}
 
 
+@pytest.mark.cells(1)
 def test_an_overridden_value(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """A learning rate and a list, once."""
 
@@ -221,6 +226,7 @@ def test_an_overridden_value(trainer: Trainer, first_parts: FirstParts, tmp_path
     ]
 
 
+@pytest.mark.cells(1)
 def test_renamed_weights(trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The moments go with them."""
     folder = first_parts.copy(trainer, Setup(), tmp_path / "1")
@@ -245,6 +251,7 @@ def _renamed(trainer: Trainer) -> Any:
     return by_hand(trainer, Setup(), change)
 
 
+@pytest.mark.cells(1)
 def test_more_epochs(trainer: Trainer, tmp_path: Path) -> None:
     """A run that ended continues, without a section."""
     trainer.train(Setup(), every_boundary(tmp_path / "run"), 0)
@@ -252,6 +259,7 @@ def test_more_epochs(trainer: Trainer, tmp_path: Path) -> None:
     assert_continues(trainer, longer, tmp_path / "run", {}, by_hand(trainer, longer), batches)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("trainer", "batch"), crossed(tuple(TRAINERS), [3, 8]), indirect=["trainer"])
 def test_another_batch_size(batch: int, trainer: Trainer, first_parts: FirstParts, tmp_path: Path) -> None:
     """The rest of the epoch comes in batches of the new size."""
@@ -261,6 +269,7 @@ def test_another_batch_size(batch: int, trainer: Trainer, first_parts: FirstPart
     assert "data: continue: batch_size was 4" in told.not_restored[0].why
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("trainer", "batches"), crossed(tuple(TRAINERS), [(2, 3), (1, 2), (2, 1)]), ids=str, indirect=["trainer"]
 )

@@ -515,6 +515,7 @@ NAMED: dict[Callable[[Script], None], str] = {
 }
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("loop", EXACT, ids=lambda loop: loop.__name__)
 def test_it_goes_on_where_it_was(loop: Callable[[Script], None], tmp_path: Path) -> None:
     """Over three processes, each with another seed, and nothing is named."""
@@ -524,6 +525,7 @@ def test_it_goes_on_where_it_was(loop: Callable[[Script], None], tmp_path: Path)
     assert report(tmp_path / "killed")["not_restored"] == []
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("loop", NAMED, ids=lambda loop: loop.__name__)
 def test_it_says_what_is_not_as_it_was(loop: Callable[[Script], None], tmp_path: Path) -> None:
     """The true cause, and what to write instead."""
@@ -542,6 +544,7 @@ PROVED: dict[Callable[[Script], None], str] = {
 }
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("loop", PROVED, ids=lambda loop: loop.__name__)
 def test_what_nothing_names_shows_in_the_steps_that_are_repeated(
     loop: Callable[[Script], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

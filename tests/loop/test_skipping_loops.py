@@ -150,6 +150,7 @@ def live(loop: Loop, options: Any, folder: Path | None = None) -> list[str] | No
     return optimizer.said
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("loop", "counts"),
     [
@@ -187,6 +188,7 @@ def test_skipping_shows_beside_accumulation(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "loop",
     [accumulates, leaves_out_some_samples, evaluates_on_its_training_data, takes_one_batch_more_than_it_needs],

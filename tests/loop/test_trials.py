@@ -77,6 +77,7 @@ def lightning(root: Path, error: BaseException) -> None:
     L.Trainer(max_epochs=1, enable_checkpointing=False, callbacks=callbacks, **quiet).fit(BoringModel(), loader)
 
 
+@pytest.mark.cells(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("train", [plain, lightning])
 @pytest.mark.parametrize(("error", "end"), ENDS, ids=lambda one: repr(one))

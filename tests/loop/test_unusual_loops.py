@@ -444,6 +444,7 @@ SHORT = (fetches_several_batches_ahead, steps_without_a_loader, accumulates_beyo
 """Loops of a few steps, with a snapshot of each."""
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize("loop", [*LOOPS, looks_at_a_batch_first], ids=lambda loop: loop.__name__)
 def test_the_loop_resumes_exactly(loop: Loop, tmp_path: Path) -> None:
     """The tracked run is the untracked one; its middle and last boundary resume it, and the first of a short one."""
@@ -510,6 +511,7 @@ def trains_one_fold_after_another(root: Path, *, seed: int) -> tuple[list[int], 
     return steps, trace
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("over", [1, 2, 3])
 def test_a_run_that_is_over_leaves_the_streams_as_it_did(over: int, tmp_path: Path) -> None:
     """The model of the next fold begins with the same weights, whatever a restarted script draws until `close`."""

@@ -116,6 +116,7 @@ def resumed(trainer: Trainer, folder: Path, setup: Setup) -> End:
     return trainer.train(setup, resume_only(folder), 11)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("trainer", "pair"), crossed(tuple(TRAINERS), PAIRS), ids=str)
 def test_a_run_resumes_with_another_wrapper(
     trainer: str, pair: tuple[str, str], first_parts: FirstParts, tmp_path: Path, wrapped: Callable[[str], None]
@@ -124,6 +125,7 @@ def test_a_run_resumes_with_another_wrapper(
     assert_resumes(TRAINERS[trainer], *pair, first_parts, tmp_path, wrapped)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("adapts", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "now"), crossed(RANKED, RANKED))
@@ -143,6 +145,7 @@ def test_a_run_resumes_with_another_wrapper_of_ranks(
     assert_resumes(TRAINERS["plain"], before, now, first_parts, tmp_path, wrapped, f" of ranks {adapts}")
 
 
+@pytest.mark.cells(2)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("kind", ["whole", "ddp", "fsdp2"])
 @pytest.mark.parametrize("adapted", ["before", "now"])
@@ -164,6 +167,7 @@ def test_an_adapter_under_a_wrapper_of_ranks_is_refused_by_name(
         resumed(TRAINERS["plain"], folder, Setup())
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("trainer", "pair"), crossed(tuple(TRAINERS), [one for one in PAIRS if one[0] != "plain"]), ids=str
 )
@@ -209,6 +213,7 @@ def assert_continues(trainer: Trainer, folder: Path, now: str, wrapped: Callable
     assert not report(folder).not_restored
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("before", "now"), [("plain", "whole"), ("whole", "plain"), ("plain", "inner"), ("inner", "whole")]
 )
@@ -353,6 +358,7 @@ def lora(model: nn.Module) -> nn.Module:
     return made
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("now", ["lora", "compiled lora"])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_adapter_resumes(
@@ -374,6 +380,7 @@ def _compiled_body(model: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_adapter_begins_with_the_weights_of_its_base(
     trainer: str,

@@ -129,6 +129,7 @@ BARS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("bar", "configured"),

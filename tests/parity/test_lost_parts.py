@@ -74,6 +74,7 @@ def lose(place: ParityPlace, trials: int, seed: int) -> None:
     assert place.objects() == place.was
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("place", "trials"), [("disk", 20), ("folder", 20), ("server", 8)], indirect=["place"])
 def test_lost_parts_come_back_bitwise(place: ParityPlace, trials: int) -> None:
     """Flipped bits, zeros and noise, in any two of ten parts; the place is mended.
@@ -92,6 +93,7 @@ def test_lost_parts_come_back_bitwise_a_thousand_times(place: ParityPlace, seed:
     lose(place, 84, seed)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("place", "trials"), [("disk", 5), ("folder", 5), ("server", 2)], indirect=["place"])
 def test_one_part_more_is_refused(place: ParityPlace, trials: int) -> None:
     """Nothing is written, and an older snapshot is taken."""

@@ -49,6 +49,7 @@ def test_every_data_file_has_its_parity_once_and_manifests_have_a_copy(place: Pa
     assert data * 2 / 8 <= parity <= data * (2 / 8 + 0.01)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_lost_parts_are_read_around_and_mended(ckpt: Ckpt, place: ParityPlace, tmp_path: Path, seed: int) -> None:
     """Any two of ten parts of each file."""
@@ -155,6 +156,7 @@ def test_a_run_makes_up_for_what_is_missing(place: ParityPlace, tmp_path: Path) 
     assert {one: there[one] for one in place.was} == place.was
 
 
+@pytest.mark.long
 def test_a_further_tier_on_a_server_mends_itself(ckpt: Ckpt, tmp_path: Path, moto: S3Server, bucket: str) -> None:
     """A real S3 server; the nearest tier has no parity, and is lost."""
     far = {"url": f"s3://{bucket}/run", "storage_options": moto.options(), "parity": PARTS, "codec": "zstd"}

@@ -110,6 +110,7 @@ def life(
     return weights, json.loads(path.read_text()) if path.exists() else None
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("loader", [False, True])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_loop_without_an_optimizer_of_torch_resumes_and_is_compared(

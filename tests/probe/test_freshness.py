@@ -185,6 +185,7 @@ def hand_over_old(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], 
     return lambda chosen: monkeypatch.setattr(pipeline, "Staging", staging_of_old(chosen, FRESH))
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("train", TRAINERS)
 @pytest.mark.parametrize(("what", "chosen"), [("weights", is_weight), ("moments", is_moment)])
 def test_old_bytes_are_named(
@@ -283,6 +284,7 @@ HEALTHY: dict[str, Make] = {
 }
 
 
+@pytest.mark.cells(7)
 @pytest.mark.parametrize(("train", "name"), crossed(TRAINERS, [*HEALTHY], whole=2))
 def test_a_healthy_run_gives_no_alarm(
     train: Callable[[Make, Path], None], name: str, tmp_path: Path, heard: list[StaleSnapshot]
@@ -362,6 +364,7 @@ def _loop(model: Net, named: dict[str, Any], root: Path, step: Callable[[int], o
                 ckpt.save({"model": model.state_dict(), **state}, step=turn + 1).wait(60)
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("loop", [gan, accumulation, overflow, not_fused, nested])
 def test_an_optimizer_that_has_not_stepped_gives_no_alarm(
@@ -372,6 +375,7 @@ def test_an_optimizer_that_has_not_stepped_gives_no_alarm(
     assert heard == []
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("kind", ["sgd", "fused", "data", "tiny", "whole"])
 @pytest.mark.parametrize("train", [track, save])
 def test_each_kind_of_optimizer_is_followed(
@@ -416,6 +420,7 @@ NO_RATE: dict[str, tuple[Make, bool]] = {
 }
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize(("train", "name"), crossed(TRAINERS, [*NO_RATE], whole=2))
 def test_a_run_in_which_every_learning_rate_stays_0_is_reported(
     train: Callable[[Make, Path], None],

@@ -96,6 +96,7 @@ def test_an_exact_resume_is_proved_by_the_steps_that_it_repeats(tmp_path: Path) 
         assert job.numbers["ckpt/resume_exact"] == 1.0
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_change_in_a_repeated_step_is_found_and_named(tmp_path: Path, name: str) -> None:
     """Where it was first seen, at which step, in which tensor, and how far it is apart."""
@@ -343,6 +344,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("before", "now"), [(1, 1), (2, 2), (4, 4), (1, 2), (1, 4), (4, 1)])
 def test_the_number_of_threads_raises_no_false_alarm(
     before: int, now: int, threads: Callable[[int], None], tmp_path: Path

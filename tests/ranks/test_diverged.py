@@ -198,6 +198,7 @@ def test_another_number_of_ranks_leaves_the_same_samples_out(size: int, lives: L
     assert any(note.endswith(said) for note in lives.notes()), lives.notes()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("divide", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_sharded_models_too(divide: str, lives: Lives) -> None:

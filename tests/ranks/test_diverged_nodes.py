@@ -45,6 +45,7 @@ def pending(engines: list[Checkpointer], newest: str) -> list[RollbackRecord | N
     return on_all(lambda rank: Rollbacks(engines[rank].engine, _log).pending(newest), 2)
 
 
+@pytest.mark.long
 def test_a_new_node_of_rank_0_does_not_begin_the_history_again(tmp_path: Path) -> None:
     """It has no part of any snapshot, and whole ones from the further tier: the others know what happened before."""
     engines = opened(tmp_path)

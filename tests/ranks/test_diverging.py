@@ -243,6 +243,7 @@ def test_a_store_that_is_gone_ends_it_too(tmp_path: Path, monkeypatch: pytest.Mo
     close_all(engines)
 
 
+@pytest.mark.long
 def test_a_rank_that_never_hears_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be dead: rank 0 ends, and what it has found stays in the store for a while."""
     monkeypatch.setattr(rank_decisions, "HEARD_SECONDS", SOON)
@@ -270,6 +271,7 @@ def test_a_stop_leaves_less_time(tmp_path: Path) -> None:
     close_all(engines)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("seer", [0, 1, 2])
 def test_the_end_of_training_is_a_boundary_too(seer: int, tmp_path: Path) -> None:
     """For what the last losses say: of any rank, and all end alike."""

@@ -35,6 +35,7 @@ def codes(ends: list[End], errors: list[DivergedError | None]) -> list[Any]:
     return found
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("where", ["together", "over"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stop_of_any_rank_is_one_of_all_that_have_diverged(where: str, who: int, tmp_path: Path) -> None:

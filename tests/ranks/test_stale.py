@@ -36,6 +36,7 @@ def heard(launcher: Launcher, tmp_path: Path) -> Callable[..., list[str]]:
     return run
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=FSDP2)])
 @pytest.mark.parametrize("what", ["weights", "moments"])
 def test_old_bytes_of_all_ranks_are_named(heard: Callable[..., list[str]], layout: str, what: str) -> None:

@@ -64,6 +64,7 @@ def test_the_policy_allows_what_the_engine_asks_and_no_more() -> None:
     assert set(on_bucket["Action"]) == {"s3:ListBucket", "s3:ListBucketMultipartUploads"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["environment", "storage_options"])
 def test_an_s3_server_of_ones_own_is_used(
     way: str,
@@ -86,6 +87,7 @@ def test_an_s3_server_of_ones_own_is_used(
     assert state is not None and torch.equal(state["a"], torch.ones(4))
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("options", "slots"), [({"slots": 1}, 1), ({}, 2), ({"tiers": ["memory", "run1"]}, 3)])
 def test_the_formula_for_host_memory(
     options: dict[str, Any], slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

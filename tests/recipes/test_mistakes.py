@@ -452,6 +452,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered(mistake: str, place: Place) -> None:
     """What is wrong, where, and what to do; each command that is named exists, with the options that are named."""

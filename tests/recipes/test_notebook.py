@@ -58,6 +58,7 @@ def interrupt_after(folder: Path, entries: int) -> threading.Thread:
     return thread
 
 
+@pytest.mark.long
 def test_a_cell_that_is_run_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice interrupted, no step is lost or trained twice."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch.distributed puts its own there

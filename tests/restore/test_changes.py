@@ -76,6 +76,7 @@ def test_an_unknown_key_of_the_section_is_named(key: str, tmp_path: Path) -> Non
         Checkpointer(str(tmp_path), resume={key: ["model"]})
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", ["sampler", "loader.position", "counters", "epoch"])
 @pytest.mark.parametrize("option", ["skip", "override"])
 def test_the_place_in_the_run_is_not_changed_alone(name: str, option: str, tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_a_late_starter_begins_with_the_newest_and_ends_with_the_run(tmp_path: P
     assert step == 3 and same(found, state(3)["model"])
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("how", ["failed", "stopped", "killed"])
 def test_a_run_that_continues_has_not_ended(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed, was asked to stop, or disappeared is started again: its follower gets what comes then."""

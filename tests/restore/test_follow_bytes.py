@@ -76,6 +76,7 @@ def training(width: int = 128) -> Iterator[dict[str, torch.Tensor]]:
     yield from small
 
 
+@pytest.mark.long
 def test_a_step_of_bfloat16_weights_is_read_in_a_fortieth_of_their_bytes(
     tmp_path: Path, reads: list[CountedReads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ def test_a_store_that_dies_and_returns(
     assert len(heard) == 1 and "[CKPT300]" in heard[0]
 
 
+@pytest.mark.long
 def test_followers_that_are_killed_again_and_again(tmp_path: Path) -> None:
     """Real processes and `kill -9` at random: each new one catches up, and no one ever has a mixture."""
     command = [sys.executable, "-m", "tests.restore.follow_victim", str(tmp_path)]
@@ -224,6 +226,7 @@ def test_followers_that_are_killed_again_and_again(tmp_path: Path) -> None:
     assert last.stdout.split() == ["30"]
 
 
+@pytest.mark.long
 def test_what_is_kept_of_a_tensor_is_not_kept_alive_by_another_one(tmp_path: Path, heard: list[str]) -> None:  # noqa: F811
     """A small tensor may have the bytes that a large one had once; the rest of the large one is let go."""
     places = [following.Repository(following.storage_of(tier)) for tier in following.load_config(tmp_path).tiers]

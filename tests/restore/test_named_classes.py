@@ -326,6 +326,7 @@ def test_classes_of_every_ordinary_form_come_back() -> None:
     assert list(state["b"].items()) == [("x", 1)]
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", ["onnx", "_inductor", "nn", "load", "__getattr__", "Tensor", "", "float32 ", 3, None])
 @pytest.mark.parametrize("where", ["torch.dtype", "torch.layout", "torch.memory_format", "view", "entry"])
 def test_no_name_of_torch_is_asked_for_that_is_no_dtype(root: Path, name: Any, where: str) -> None:

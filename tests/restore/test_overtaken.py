@@ -199,6 +199,7 @@ def lease_of_the_dead(storage: Storage) -> Lease:
     return acquire(storage, LeaseHolder(int(gone.stdout), socket.gethostname(), 0.0, "train.py"))
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["folder", "objects"])
 def test_a_load_waits_for_the_writer_of_a_dead_trainer(tmp_path: Path, kind: str, size: int) -> None:

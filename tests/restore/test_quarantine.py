@@ -49,6 +49,7 @@ def spoil(root: Path, snapshot: str) -> str:
     return rot(root, manifest, manifest.entries["w"].pieces[0])
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("where", "codec"),
     [*(("near", codec) for codec in ("raw", "zstd", "delta")), *(("far", codec) for codec in ("raw", "delta", "auto"))],
@@ -185,6 +186,7 @@ def test_a_run_mends_what_another_tier_has_and_ends_its_quarantine(ckpt: Ckpt, t
     assert ckpt("verify", near).code == 0
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("damage", ["truncated", "missing", "quarantined"])
 def test_what_is_in_memory_mends_the_disk(tmp_path: Path, damage: str) -> None:
     """The trainer is killed; the writer that it leaves has the snapshot that its disk has lost since."""

@@ -74,6 +74,7 @@ def pointers(live: dict[str, Any]) -> list[int]:
     return [tensor.data_ptr() for tensor in live["model"].values()]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("entry", "piece"), [("model/a", 0), ("model/big", 0), ("model/big", 1), ("model/z", 0)])
 def test_a_flipped_bit_near_is_mended_from_far_in_the_live_tensor(pair: Pair, entry: str, piece: int) -> None:
     """The tensor that lives gets the right bytes where it lies, and the report names tensor, bytes and both places."""
@@ -120,6 +121,7 @@ def test_other_tensors_are_damaged_in_each_copy(pair: Pair) -> None:
     assert sorted(repair.entry or "" for repair in found.repairs) == ["model/a", "model/big"]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("keep", [0, 100, 4096, -1])
 def test_a_truncated_near_file_leaves_the_work_to_far(pair: Pair, keep: int) -> None:
     """Whatever is left of it: the newest snapshot comes back whole, and the report says from where and why."""

@@ -59,6 +59,7 @@ def unlooked(manifest: Manifest) -> list[Piece]:
     ]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("codec", ["raw", "delta"])
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_what_another_tier_has_served_is_written_again(tmp_path: Path, codec: str, writer: str) -> None:
@@ -84,6 +85,7 @@ def test_what_another_tier_has_served_is_written_again(tmp_path: Path, codec: st
         assert same(ckpt.load(), state(3)) and ckpt.loaded is not None and ckpt.loaded.rejected == ()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("codec", ["raw", "delta"])
 @pytest.mark.parametrize("far", [False, True])
 def test_what_could_not_be_used_is_not_referred_to(tmp_path: Path, codec: str, far: bool) -> None:

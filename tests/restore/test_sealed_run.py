@@ -107,6 +107,7 @@ def test_who_only_writes_needs_no_key_that_opens(tmp_path: Path, key: str) -> No
         assert state is not None and torch.equal(state["model"]["secret_name"], weights_at(4))
 
 
+@pytest.mark.long
 def test_a_run_in_two_tiers_on_a_disk_and_on_s3(
     tmp_path: Path,
     key: str,
@@ -140,6 +141,7 @@ def test_a_run_in_two_tiers_on_a_disk_and_on_s3(
     assert ckpt("verify", tmp_path / "sealed") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["fsspec", "obstore"])
 def test_objects_of_more_than_a_part_arrive_at_s3_and_are_read_in_ranges(
     tmp_path: Path,
@@ -225,6 +227,7 @@ def test_equal_tensors_are_stored_once_as_in_a_plain_run(tmp_path: Path, key: st
     assert stored == [1, 1]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("at", [0, 20, 41, 50, 100, -100, -1])
 def test_a_record_that_was_changed_after_it_was_sealed_says_what_the_snapshots_say(
     tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str], at: int

@@ -116,6 +116,7 @@ def test_a_closed_checkpointer_starts_nothing(tmp_path: Path, call: Callable[[Ch
     assert [one.step for one in ckpt.snapshots()] == [1]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_the_older_of_two_says_so_at_its_next_call(tmp_path: Path, call: Callable[[Checkpointer], Any]) -> None:
     """Two on one folder by mistake: the newer one writes, and nothing that the older one does disturbs it."""

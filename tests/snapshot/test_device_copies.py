@@ -213,6 +213,7 @@ def test_sums_are_those_of_the_instant_where_nothing_is_packed(count: int, monke
         slot.close()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("dropped", ["instant", "eager", "fence"])
 def test_every_wait_is_needed(dropped: str) -> None:
     """Without any one of the three kinds of waits some order of streams tears a snapshot."""

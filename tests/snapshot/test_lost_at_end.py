@@ -125,6 +125,7 @@ def test_a_further_tier_that_has_it_is_enough(tmp_path: Path) -> None:
     assert Checkpointer(far).snapshots()[-1].step == 2
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(("on_error", "is_full", "status"), [(None, True, 1), ("warn", True, 0), (None, False, 0)])
 def test_a_run_that_was_asked_to_stop_ends_with_another_status(
     tmp_path: Path, broken: Any, on_error: Any, is_full: bool, status: int

@@ -36,6 +36,7 @@ def _refuse_from(call: int, code: int, monkeypatch: pytest.MonkeyPatch) -> Calla
     return lambda: monkeypatch.setattr(os, "memfd_create", real)
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("writer", ["process", "thread"])
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("code", REFUSALS)

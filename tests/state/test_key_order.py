@@ -14,6 +14,7 @@ from ckpt_engine import Checkpointer
 WAIT_SECONDS = 60.0
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 @pytest.mark.parametrize("count", [3, 3000], ids=["few", "packed"])
 def test_a_dict_whose_order_has_changed_is_restored_in_the_new_order(kind: Any, count: int, tmp_path: Path) -> None:

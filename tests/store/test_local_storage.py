@@ -165,6 +165,7 @@ def test_an_object_has_its_name_only_after_its_bytes_are_synced_and_then_the_fol
     assert calls == [("sync", file), ("link", file), ("sync", folder)]
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES])
 def test_a_put_that_fails_anywhere_leaves_nothing(tmp_path: Path, error: int, exclusive: bool) -> None:

@@ -128,6 +128,7 @@ def test_where_nothing_may_be_deleted_one_request_finds_out(moto: S3Server, buck
     assert wire.count("DELETE") == 1
 
 
+@pytest.mark.long
 def test_parity_and_second_copies_of_manifests_are_locked(moto: S3Server, locked: str) -> None:
     """As they are put; parity that an older snapshot has is locked again by each manifest that needs its data."""
     tier = {"url": f"s3://{locked}/run", "storage_options": moto.options(), "parity": PARTS, "protect": {"days": DAYS}}

@@ -58,6 +58,7 @@ def SLOW(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("method", "path", "fault"),
     [
@@ -81,6 +82,7 @@ def test_a_big_upload_survives_a_fault(
     assert [item.name for item in listed(direct)] == [DATA]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("fault", ["503", "500", "lost", "refuse", SLOW("midbody"), SLOW("stall")])
 def test_a_small_object_survives_a_fault(through: Open, direct: S3Storage, wire: Wire, fault: str) -> None:
     """A manifest whose answer got lost is ours, not a conflict."""

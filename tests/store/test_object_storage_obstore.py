@@ -67,6 +67,7 @@ def direct(moto: S3Server, bucket: str) -> ObstoreStorage:
     return ObstoreStorage(f"s3://{bucket}/run", options(moto))
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize(
     ("method", "path", "fault"),
     [
@@ -88,6 +89,7 @@ def test_a_big_upload_survives_a_fault(
     assert [item.name for item in listed(direct)] == [DATA]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("fault", ["503", "500", "lost", "refuse", "midbody"])
 def test_a_small_object_survives_a_fault(through: Open, direct: ObstoreStorage, wire: Wire, fault: str) -> None:
     """A manifest whose answer got lost is ours, not a conflict."""
@@ -99,6 +101,7 @@ def test_a_small_object_survives_a_fault(through: Open, direct: ObstoreStorage, 
         put(storage, "ckpt.json", b"mine")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("fault", ["503", "truncate", "refuse", "stall"])
 def test_reads_survive_faults(through: Open, direct: ObstoreStorage, wire: Wire, fault: str) -> None:
     """Ranges, whole objects and listings."""
@@ -114,6 +117,7 @@ def test_reads_survive_faults(through: Open, direct: ObstoreStorage, wire: Wire,
     assert [item.name for item in listed(storage)] == [DATA]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["503", "refuse"])
 def test_a_store_that_stays_away_is_given_up_in_time(through: Open, wire: Wire, fault: str) -> None:
     """Bounded, with an error that says where."""

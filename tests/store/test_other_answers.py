@@ -56,6 +56,7 @@ def opened(request: pytest.FixtureRequest, moto: S3Server, bucket: str, wire: Wi
     return lambda: ObstoreStorage(url, {**options, "verify": "never"})
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize("what", BODIES)
 def test_an_answer_that_is_no_listing_is_no_empty_folder(opened: Open, wire: Wire, what: str) -> None:
     """Each listing fails, whichever folder is asked for, and whatever else the store still answers."""
@@ -71,6 +72,7 @@ def test_an_answer_that_is_no_listing_is_no_empty_folder(opened: Open, wire: Wir
     assert listed(storage, "data/") == []
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("what", ["page", "nothing", "json", "other-root"])
 def test_nothing_is_stored_read_or_removed_where_something_else_answers(opened: Open, wire: Wire, what: str) -> None:
     """No request is taken for done that way: small and big objects, versions, ranges, whole objects, removals."""
@@ -110,6 +112,7 @@ def test_an_upload_in_parts_begins_whatever_the_answer_is_called(
     assert storage.get(DATA) == BIG
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(("name", "nbytes"), [(NAME.replace("1", "2"), 9), (DATA, 9), (DATA, len(BIG))])
 def test_what_a_store_acknowledges_and_loses_is_not_stored(opened: Open, wire: Wire, name: str, nbytes: int) -> None:
     """Each object that is made once is looked at; one that is lost is sent again, and not for ever."""

@@ -155,6 +155,7 @@ def test_any_range_of_any_object_comes_back_and_any_flip_is_refused(data: st.Dat
     assert SealedStorage(inner, KeyRing(key=LAW_KEY)).get(DATA) == plain  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_of_many_flipped_bits_none_is_accepted(bits: int, tmp_path: Path, key: str) -> None:
     filled(tmp_path / "run", key=key)
@@ -305,6 +306,7 @@ def test_rotation_rewrites_keys_and_nothing_else(tmp_path: Path, key: str) -> No
     assert len(numbers) == 2, "who was removed may know the key of the first one"
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("how", ["flipped", "shortened", "missing"])
 def test_what_opens_a_place_is_there_twice(tmp_path: Path, key: str, how: str) -> None:
     """Any one object below `keys/` may be damaged: the other copy does, and a start and a rotation write both again."""

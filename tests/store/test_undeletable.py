@@ -121,6 +121,7 @@ def test_a_bucket_takes_snapshots_without_the_right_to_delete(
     assert [len(one.snapshots) for one in heard if isinstance(one, SnapshotsForgotten)] == [5]
 
 
+@pytest.mark.long
 def test_a_further_tier_without_the_right_to_delete_gets_every_snapshot(
     stage: Stage, moto: S3Server, bucket: str, wire: Wire, tmp_path: Path
 ) -> None:

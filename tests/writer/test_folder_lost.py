@@ -99,6 +99,7 @@ def test_later_snapshots_are_at_the_configured_path(
     assert len(said) == (change is not _snapshots_removed)
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("change", [one for one in CHANGES if one is not _lease_removed])
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_a_last_snapshot_that_is_removed_before_the_end_is_lost(

@@ -14,6 +14,7 @@ SECONDS = {True: 2.0, False: 60.0}
 ONE_RUN = "has its snapshots in"
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("wrong", "who", "why"),
     [

@@ -150,6 +150,7 @@ def test_only_what_overlaps_is_read_of_large_pieces(tmp_path: Path, shape: tuple
     assert torch.equal(live.to_local(), part(whole, mesh, [Shard(dimension)]).to_local())
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("writers", "readers"), [(2, 3), (4, 3), (3, 8), (2, 8)])
 def test_other_numbers_of_ranks_read_little_else_and_verify_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int, readers: int

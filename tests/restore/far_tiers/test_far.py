@@ -156,6 +156,7 @@ def plain(options: dict[str, Any], step: Step) -> None:
         tracker.finish()
 
 
+@pytest.mark.cells(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("train", [lightning, accelerate, plain])
 def test_the_first_step_comes_before_the_far_tier_has_said_anything(
@@ -182,6 +183,7 @@ def test_the_first_step_comes_before_the_far_tier_has_said_anything(
     assert Repository(LocalStorage(far)).list()[-1].step == before + 4
 
 
+@pytest.mark.cells(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("train", [lightning, accelerate, plain])
 def test_a_resume_asks_a_far_tier_once_what_it_has(

@@ -83,6 +83,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "starts fresh beside" in record.getMessage()]
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_start_that_does_not_resume_leaves_the_history_alone(
     trainer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -103,6 +104,7 @@ def test_a_start_that_does_not_resume_leaves_the_history_alone(
     assert "resume=" in line
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_one_option_resumes_and_says_nothing(trainer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With `resume: auto` no other argument is needed: the run that was complete is found so, on its own line."""

@@ -13,6 +13,7 @@ QUICK = (20, 5)
 EACH = 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", QUICK)
 def test_nothing_acknowledged_is_removed_in_a_few_schedules(seed: int, tmp_path: Path) -> None:
     """Plain loops: of each line the newest snapshots are there, and who resumes goes on from the newest."""

@@ -109,6 +109,7 @@ def test_what_dead_ranks_leave_is_stored_as_the_tier_stores_snapshots(tmp_path: 
     assert {piece.codec for _, piece in stored_pieces(newest)} == {"zstd"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicate", [0, 1])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_of_nodes_with_folders_lose_no_more(tmp_path: Path, size: int, replicate: int) -> None:

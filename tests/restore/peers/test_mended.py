@@ -48,6 +48,7 @@ def command(verb: str, root: Path) -> int:
     return interpreters.run(line, capture_output=True, timeout=WAIT_SECONDS, check=False).returncode
 
 
+@pytest.mark.cells(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("memory", "written", "damage"), CELLS)
 def test_what_the_memory_of_another_machine_has_mends_the_disk(

@@ -26,6 +26,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_an_option_is_taken_or_refused_by_its_name(make: Callable[..., Any], tmp_path: Path) -> None:
     """Every option, every value; in a mapping as well, which all of them read alike."""

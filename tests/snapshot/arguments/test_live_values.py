@@ -200,6 +200,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 """What transformers can count on with."""
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_transformers_counts_may_be_any_number(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -247,6 +248,7 @@ def counts(which: list[str], kind: Callable[[Any], Any], root: Path, log: pytest
 NAMES = ["", " ", "a/b", "a.b", "..", "$", "rng", "ckpt_engine", "state_dict", "ü😀", "x" * 5000, "a\0b", "\n", LONE]
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_component_has_any_name_or_it_is_refused(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`track` takes the name, or refuses it before anything is trained."""
@@ -256,6 +258,7 @@ def test_a_component_has_any_name_or_it_is_refused(name: str, tmp_path: Path, ca
         assert name.encode(errors="backslashreplace").decode() in err.message
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("loop", ["plain", "accelerate", "lightning"])
 def test_a_state_that_becomes_unstorable_is_said_and_the_run_goes_on(
     loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -47,6 +47,7 @@ def _run(way: str, fault: str, on_error: str | None, tmp_path: Path, monkeypatch
     return trained
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", LOOPS)
 def test_the_end_of_training_raises_it(way: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +56,7 @@ def test_the_end_of_training_raises_it(way: str, fault: str, tmp_path: Path, mon
     assert _run(way, fault, None, tmp_path, monkeypatch) == [1, 2, 3, 4, -1]
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", LOOPS)
 def test_warn_only_says_it(

@@ -45,6 +45,7 @@ def test_a_torn_copy_of_a_device_is_refused_and_later_ones_are_whole(tmp_path: P
         require_whole("plain", kind, where, "auto", tmp_path / kind / "run", device=True)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("trainer", TRAINERS[1:])
 def test_it_is_so_in_every_trainer(trainer: str, tmp_path: Path) -> None:
     """No trainer needs a call of the user."""

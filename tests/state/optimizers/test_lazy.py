@@ -42,6 +42,7 @@ def trained(model: nn.Module) -> Any:
     return torch.optim.Adam([p for p in model.parameters()], lr=1e-2)  # noqa: C416 - of each, lazy or not
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_lazy_layers_is_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
     """In the process that resumes they are lazy until the snapshot is loaded."""

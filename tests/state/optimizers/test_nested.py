@@ -42,6 +42,7 @@ EXACT = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_optimizers_share_and_keep_is_resumed(name: str, tmp_path: Path) -> None:
     assert_exact(EXACT[name], tmp_path)

@@ -100,6 +100,7 @@ SAME = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", SAME)
 def test_parameters_in_another_order_get_their_own_state(name: str, tmp_path: Path) -> None:
     """The uninterrupted run goes through them in the order in which it began."""
@@ -157,6 +158,7 @@ OTHER = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", OTHER)
 def test_an_optimizer_of_other_parameters_is_refused_by_name(name: str, tmp_path: Path) -> None:
     first, then, why = OTHER[name]

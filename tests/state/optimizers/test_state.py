@@ -82,6 +82,7 @@ OTHER_DTYPES: dict[str, Case] = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", OTHER_DTYPES)
 def test_a_state_of_another_dtype_than_its_parameter_keeps_its_dtype(name: str, tmp_path: Path) -> None:
     assert_exact(OTHER_DTYPES[name], tmp_path)
@@ -110,6 +111,7 @@ OTHER_FORMS: dict[str, Case] = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_a_state_that_is_no_dict_of_tensors_for_each_parameter_comes_back(name: str, tmp_path: Path) -> None:
     assert_exact(OTHER_FORMS[name], tmp_path)
@@ -143,6 +145,7 @@ class Around(torch.optim.Optimizer):
         self.base.param_groups = self.param_groups
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "inner",
     [

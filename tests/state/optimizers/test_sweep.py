@@ -13,6 +13,7 @@ from tests.state.optimizers.sweep import LIBRARIES, Cell, cells, run
 __all__ = ["arena_at_once", "one_thread"]
 
 
+@pytest.mark.cells(7)
 @pytest.mark.parametrize("cell", list(cells(["torch"])), ids=str)
 def test_an_optimizer_of_torch_goes_on_bit_for_bit(cell: Cell, tmp_path: Path) -> None:
     """Its report names nothing, although a schedule leaves a mark on it."""

@@ -82,6 +82,7 @@ EXACT = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", EXACT)
 def test_tensors_of_other_tensors_are_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
     """The process that resumes makes others, and has those of the snapshot afterwards."""
@@ -116,6 +117,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_tensor_at_its_place_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """Nothing is made because a snapshot names it."""

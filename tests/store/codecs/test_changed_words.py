@@ -71,6 +71,7 @@ def test_the_version_says_whether_a_reader_needs_this_form() -> None:
     assert encoded(base, far)[:4] == b"CKD1" and decoded(encoded(base, far), base) == far
 
 
+@pytest.mark.long
 def test_damage_ends_in_an_error_or_in_other_bits() -> None:
     """Thousands of flipped bytes, most of them in the tables; memory stays within a few times that of the block."""
     base, data = stepped(1 << 14)

@@ -106,6 +106,7 @@ def require_refused(seed: int, folder: Path, site: Path, monkeypatch: pytest.Mon
     assert not mark.exists(), (seed, place, value)
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_planted_code_does_not_run(seed: int, tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the working folder, the program's, or one on the path where no installer has recorded it."""
@@ -167,6 +168,7 @@ WRONG = {
 }
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize("code", WRONG.values(), ids=WRONG.keys())
 def test_what_is_no_codec_costs_one_snapshot(code: str, tmp_path: Path, site: Path) -> None:
     """The next older snapshot is loaded, and the reason has a code; `verify` does not say that both are whole."""

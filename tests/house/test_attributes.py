@@ -21,9 +21,7 @@ FLAGS = {
     "FitRun": 4,
     "Replicator": 5,
     "Serving": 5,
-    "Epoch": 4,
     "Tenure": 4,
-    "_RecordingIterator": 4,
 }
 """Classes with more attributes that are true or false."""
 NAMES = {
@@ -32,13 +30,12 @@ NAMES = {
     "PrimaryTier": 24,
     "FitRun": 21,
     "Training": 27,
-    "Epoch": 25,
     "FitResume": 18,
     "SimulatedJob": 22,
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 19, "ckpt_engine/writer": 40}
+LIFE = {"ckpt_engine/loop": 16, "ckpt_engine/writer": 40}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

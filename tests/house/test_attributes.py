@@ -18,7 +18,6 @@ FILES = [
 FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {
-    "FitRun": 4,
     "Replicator": 5,
     "Serving": 5,
     "Tenure": 4,
@@ -28,7 +27,7 @@ NAMES = {
     "SharedCadence": 48,
     "Cadence": 38,
     "PrimaryTier": 24,
-    "FitRun": 21,
+    "FitRun": 18,
     "Training": 27,
     "FitResume": 18,
     "SimulatedJob": 22,

@@ -316,12 +316,15 @@ class FitResume(FreshStart):
         """The snapshot shows an epoch that is over."""
         return BoundaryKind(self._own["kind"]) is BoundaryKind.FINISHED
 
-    def nothing_left(self) -> None:
+    def fit_over(self) -> None:
         """A rerun trains nothing: the random streams are as the finished run left them, its metrics, and its curves."""
+        if not self.pending:
+            return
         self._restore_streams()
         if self.finished:  # else the means of the epoch are missing
             run_state.restore_tables(self._internals, self._module.device, self._own["tables"])
         self._continue_curves()
+        restart.finish_again(self._trainer, self._module)
 
     def restore_optimizers(self, original: Callable[[Any], None], checkpoint: Any) -> None:
         """Runs instead of the strategy's `load_optimizer_state_dict`.
@@ -361,6 +364,8 @@ class FitResume(FreshStart):
 
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
+        if not self.pending:
+            return
         self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
         if self._back is None:
             assert self._engine.loaded is not None

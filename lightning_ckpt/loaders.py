@@ -125,8 +125,7 @@ class FitLoaders:
             self._load(index)
         self._waiting = 0
         if again := self.epoch_restarts:
-            for index in range(len(self._positions)):
-                self._load(index, restart=True)
+            self.load_again(restart=True)
         if late or again:
             iter(self._internals.fetcher)  # makes the iterator over the training loaders again
 
@@ -155,10 +154,10 @@ class FitLoaders:
             return total if isinstance(limit, float) else min(total, max(limit, dealing.first + 1))
         return None
 
-    def load_again(self) -> None:
+    def load_again(self, *, restart: bool = False) -> None:
         """Before the first epoch of a resumed run starts again: what iterators were made so far does not count."""
         for index in range(len(self._positions)):
-            self._load(index)
+            self._load(index, restart=restart)
 
     def resumed(self) -> None:
         """The run goes on; loaders made from now on start by themselves."""

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from signal import SIGTERM
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.adapter import BoundaryRecord, CkptError, Config, Engine, OnChange, RunInstant, TrainerRun, hook_time
+from ckpt_engine.adapter import CkptError, Config, Engine, OnChange, TrainerRun, hook_time
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.compat_data import both
+from lightning_ckpt.early_stop import EarlyStopWatch
+from lightning_ckpt.fit_instants import FitInstants
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import hide_numbers, show_numbers
-from lightning_ckpt.restart import finish_again
-from lightning_ckpt.run_state import MODEL, OF_LIGHTNING, BoundaryKind, FitParts, as_of, audited, kind_of
+from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitParts, audited
 from lightning_ckpt.sharded import ranks_of, replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
@@ -47,11 +47,9 @@ class FitRun:
         self._internals.probe()
         self.engine = Engine(config, ranks=ranks_of(trainer))
         self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
-        self._begun = self._validated = self._announced_optimizers = self._end_taken = False
+        self._begun = self._announced_optimizers = self._is_over = False
         self._skip_batches = 0
-        self._parts = FitParts(self._internals, trainer, module)
-        self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
-        """Those of `LiveModel.entries` when training started."""
+        parts = FitParts(self._internals, trainer, module)
         self.guard = FenceGuard(self._guarded())
         self._stop = EarlyStopWatch(trainer)
         self._run = TrainerRun(
@@ -59,7 +57,7 @@ class FitRun:
             "lightning",
             trainer.strategy.root_device,
             _log,
-            self._parts,
+            parts,
             lambda: audited(trainer, module, (owner, self.guard)),
             ends_with=SIGTERMException,
             skipped=OF_LIGHTNING,
@@ -67,16 +65,10 @@ class FitRun:
             in_whole_steps=self._internals.in_whole_steps,
         )
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, self._run)
-        self.end = partial(
-            self._run.stopping.halt.end,
-            take=lambda reason: self._run.take_last(
-                self._instant(self._kind()), reason, accumulates=self._internals.accumulating
-            ),
-        )
-        """See `Here.end`."""
+        self._instants = FitInstants(trainer, self._internals, self._loaders, parts, self._stop, self._run, self.resume)
         self._given: int | None = None
         self._sanity_steps = trainer.num_sanity_val_steps
-        self._validation_began: float | None = None
+        self._validation_began = time.monotonic()
 
     # ---- connecting
 
@@ -120,13 +112,6 @@ class FitRun:
         # Tuner callbacks run the same loops with the callbacks taken out.
         return self._owner in callbacks_of(self._trainer) and not self._trainer.sanity_checking
 
-    @property
-    def step(self) -> int:
-        """The training step: optimizer steps, or batches where the model steps raw optimizers itself."""
-        if self._module.automatic_optimization:
-            return self._internals.automatic_steps
-        return int(self._trainer.global_step) or self._internals.batches_in_total
-
     # ---- what the callback's hooks call
 
     def optimizers_made(self) -> None:
@@ -139,14 +124,14 @@ class FitRun:
         self.engine.start()
         self.engine.tenure.release = self.disconnect
         self.resume.go_on_beside()
-        self._flags_at_start = sharded.model_of(self._trainer).entries()["flags"]
+        self._instants.flags_at_start = sharded.model_of(self._trainer).entries()["flags"]
         self._run.capture.audit.begin("start")
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.resume_run()
         self._announce()
-        self._run.cadence.start(self.step)
+        self._run.cadence.start(self._instants.step)
         self.engine.times.begin()
-        self._run.stopping.start(self.step)
+        self._run.stopping.start(self._instants.step)
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training. A resumed run has no sanity check."""
@@ -158,18 +143,16 @@ class FitRun:
         """A validation inside of training is over."""
         if self._trainer.sanity_checking:
             return
-        self._validated = True
+        self._instants.validated = True
         self._stop.after()
-        if self._validation_began is not None:
-            self._run.evaluated(time.monotonic() - self._validation_began)
-            self._validation_began = None
+        self._run.evaluated(time.monotonic() - self._validation_began)
 
     @hook_time.counted
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
-        self._validated = False
+        self._instants.validated = False
         if self._run.stopping.losses is not None:
-            self._run.stopping.losses.add(self.step + self._internals.accumulating, outputs)
+            self._run.stopping.losses.add(self._instants.step + self._internals.accumulating, outputs)
         show_numbers(self._run, self._trainer, self._internals)
 
     def close(self) -> None:
@@ -260,17 +243,26 @@ class FitRun:
             self._run.begins(0)
         if self._skip_batches:
             self._skip_batches -= self._internals.skip_batches(self._skip_batches)
-        self._given, step = self._internals.batches_given, self.step
+        self._given, step = self._internals.batches_given, self._instants.step
         self._run.boundary(step, self)
         # In the middle of an accumulation ranks may be at different batches of one step.
         if self._run.stopping.halt.shared is None or (
             self._module.automatic_optimization and not self._internals.accumulating
         ):
-            self._run.failing.reached(step, self._record)
+            self._run.failing.reached(step, self._instants.record)
         else:
             self._run.failing.missed(step, "ranks may be at different batches of one step")
 
     # ---- boundary.Here
+
+    def end(self, stop: Any) -> BaseException:
+        """See `Here.end`."""
+        return self._run.stopping.halt.end(
+            stop,
+            lambda reason: self._run.take_last(
+                self._instants.at(self._instants.kind()), reason, accumulates=self._internals.accumulating
+            ),
+        )
 
     def decided(self, *, due: bool) -> None:
         if not (due or self._announced_optimizers):
@@ -278,10 +270,10 @@ class FitRun:
 
     def obstacle(self) -> str | None:
         # The gradients of an accumulation would make the state larger by a whole model, for a place a few batches away.
-        return "accumulating" if self._kind() is BoundaryKind.ACCUMULATING else None
+        return "accumulating" if self._instants.kind() is BoundaryKind.ACCUMULATING else None
 
     def take(self, reason: str, *, durable: bool) -> None:
-        handle = self._run.take(self._instant(self._kind()), reason, durable=durable)
+        handle = self._run.take(self._instants.at(self._instants.kind()), reason, durable=durable)
         if handle is not None and durable:
             self._announced_optimizers |= self._optimizers_have_state
 
@@ -290,9 +282,6 @@ class FitRun:
         """No batch since the last boundary: no code but the loaders' has run, not even hooks that get the batch."""
         return self._given is not None and self._given == self._internals.batches_given
 
-    def _kind(self) -> BoundaryKind:
-        return kind_of(self._internals, validated=self._validated)
-
     # ---- before any other callback
 
     def _guarded(self) -> dict[str, Callable[..., object]]:
@@ -300,41 +289,27 @@ class FitRun:
         fences = ("on_before_optimizer_step", "on_validation_start", "on_train_epoch_start")
         return {
             **dict.fromkeys(fences, lambda *_: self._run.fence()),
-            "on_train_start": lambda *_: self._training_begins(),
+            "on_train_start": lambda *_: self.resume.before_train_start(),
             "on_validation_end": lambda *_: self._stop.before(),
             "on_train_epoch_end": lambda *_: self._epoch_over(),
             "on_train_end": lambda *_: self._training_over(),
-            "on_fit_end": lambda *_: self._fit_over(),
+            "on_fit_end": lambda *_: self.resume.fit_over(),
             "on_exception": lambda _trainer, _module, error: self._failed(error),
         }
-
-    def _training_begins(self) -> None:
-        if self.resume.pending:
-            self.resume.before_train_start()
 
     def _epoch_over(self) -> None:
         self._run.fence()
         self._stop.before()
         if self._active and self._internals.ends_mid_epoch:
-            self._run.stopping.training_over(self.step)
-            if self._run.config.at_end:
-                # A longer run would go on in this epoch, so this must be captured before anything sees its end.
-                self._take_at_end(BoundaryKind.STOPPED)
+            # A longer run would go on in this epoch, so this must be captured before anything sees its end.
+            self._end_training(BoundaryKind.STOPPED)
 
     def _training_over(self) -> None:
         self._run.fence()
         self._stop.after()
-        if not self._active:
-            return
-        self._run.stopping.training_over(self.step)
-        if self._run.config.at_end and not self._end_taken:
+        if self._active and not self._is_over:
             # Weight averaging has not replaced the weights yet; a longer run would go on with these.
-            self._take_at_end(BoundaryKind.FINISHED)
-
-    def _fit_over(self) -> None:
-        if self.resume.pending:
-            self.resume.nothing_left()
-            finish_again(self._trainer, self._module)
+            self._end_training(BoundaryKind.FINISHED)
 
     def _failed(self, exception: BaseException) -> None:
         if self._active and not isinstance(exception, both(SIGTERMException)):
@@ -344,10 +319,13 @@ class FitRun:
 
     # ---- taking
 
-    def _take_at_end(self, kind: BoundaryKind) -> None:
-        self._end_taken = True
-        reason = self._run.cadence.ended(self.step) or "end"
-        self._run.take_at_end(self._instant(kind), reason)  # other callbacks may replace the weights right after this
+    def _end_training(self, kind: BoundaryKind) -> None:
+        self._is_over = True
+        self._run.stopping.training_over(self._instants.step)
+        if self._run.config.at_end:
+            reason = self._run.cadence.ended(self._instants.step) or "end"
+            # Other callbacks may replace the weights right after this.
+            self._run.take_at_end(self._instants.at(kind), reason)
 
     def _take_on_signal(self) -> None:
         # Lightning also raises in the middle of a validation, where averaged weights may stand in for the real ones.
@@ -355,127 +333,16 @@ class FitRun:
             return
         if not self.engine.ready() and not self.engine.wait(0.0):
             return
-        kind = self._kind() if self._internals.in_epoch else BoundaryKind.FINISHED
-        self._run.take(self._instant(kind), "signal")
+        kind = self._instants.kind() if self._internals.in_epoch else BoundaryKind.FINISHED
+        self._run.take(self._instants.at(kind), "signal")
         self._run.complete_copies()
-
-    def _instant(self, kind: BoundaryKind) -> RunInstant:
-        batch = self._internals.batches_in_epoch
-        return RunInstant(
-            step=self.step,
-            epoch=self._trainer.current_epoch,
-            state=lambda: self._state(kind),
-            metrics=self._run.numbers(self._internals.metric_tables["callback"]),
-            notes=lambda: {"batch": batch, **self._notes(kind)},
-        )
-
-    def _notes(self, kind: BoundaryKind) -> dict[str, Any]:
-        return {"kind": kind.value, **sharded.notes(self._trainer), **self.resume.curves()}
-
-    def _record(self) -> BoundaryRecord:
-        internals, kind = self._internals, self._kind()
-        obstacle = "it has gradients of earlier batches" if self._gradients_wait(kind) else self._parts.unknown
-        own: dict[str, Any] = {
-            "loaders": self._loaders.states(epoch_is_over=False),
-            "combined": internals.combined_position,
-            "progress": internals.progress,
-            "buffer_syncs": self._run.capture.gradient_order.syncs(),
-            "should_stop": bool(self._trainer.should_stop),
-            "epoch": self._trainer.current_epoch,
-            "batch": internals.batches_in_epoch,
-        }
-        if not obstacle:
-            own |= {"results": run_state.results_now(internals), "tables": run_state.dump_tables(internals)}
-        return BoundaryRecord(
-            own,
-            partial(self._state_before, kind),
-            lambda: self._run.numbers(internals.metric_tables["callback"]),
-            partial(self._notes, kind),
-            obstacle,
-        )
-
-    def _state_before(self, kind: BoundaryKind, own: dict[str, Any], undo: Callable[..., Any] | None) -> dict[str, Any]:
-        """Of the boundary with these entries."""
-        own["flags"] = own["flags"][MODEL]
-        if "results" in own:
-            own["results"] = own["results"]()
-        if undo is not None:
-            own["metrics"] = own.pop("metric_states").get(MODEL, {})
-        return self._state(kind, own, undo)
-
-    def _gradients_wait(self, kind: BoundaryKind) -> bool:
-        # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
-        waits = self._internals.skips_backward or not self._module.automatic_optimization
-        return bool(self._run.step_fence.uses_left) or waits or kind is BoundaryKind.ACCUMULATING
-
-    def _state(
-        self,
-        kind: BoundaryKind,
-        before: Mapping[str, Any] | None = None,
-        undo: Callable[..., Any] | None = None,
-    ) -> dict[str, Any]:
-        """As it is now, or with the entries of the boundary `before`."""
-        trainer, internals = self._trainer, self._internals
-        tables = run_state.dump_tables(internals)
-        if kind is BoundaryKind.STOPPED:
-            # The logger connector already knows that the epoch is over, which a longer run would not be.
-            tables["first_batch"] = internals.batches_in_epoch == 1
-        own: dict[str, Any] = {
-            **self._run.entries(),
-            "kind": kind.value,
-            "epoch": trainer.current_epoch,
-            "batch": internals.batches_in_epoch,
-            "stopped_early": self._stop.by_early_stopping,
-            "should_stop": bool(trainer.should_stop),
-            "loaders": self._loaders.states(epoch_is_over=kind is BoundaryKind.FINISHED),
-            "validation": self._loaders.validation_states(),
-            "combined": internals.combined_position,
-            "progress": internals.progress,
-            "results": run_state.results_now(internals)(),
-            "tables": tables,
-            **sharded.model_of(self._trainer).entries(),
-            "flags_at_start": self._flags_at_start,
-            "reload_epoch": internals.reload_epochs[0],
-            "validation_reload_epoch": internals.reload_epochs[1],
-            "batch_sizes": internals.batch_sizes,
-            "left_out": self._parts.left_out,
-            **(before or {}),
-        }
-        waits = self._gradients_wait(kind) or (before is None and internals.accumulating)
-        gradients = sharded.model_of(self._trainer).gradients() if waits and kind is not BoundaryKind.FINISHED else {}
-        return self._run.capture.state(own, gradients, partial(as_of, kind, own["progress"], undo))
 
     def _announce(self) -> None:
         """Make the arena ready in the background; again once the optimizers have their state."""
         if self._optimizers_have_state or self._internals.batches_in_total == 1 or self.resume.pending:
             self._announced_optimizers = self._optimizers_have_state
-            self._run.prepare(self._state(BoundaryKind.PLAIN))
+            self._run.prepare(self._instants.state(BoundaryKind.PLAIN))
 
     @property
     def _optimizers_have_state(self) -> bool:
         return any(optimizer.state for optimizer in self._trainer.optimizers)
-
-
-@dataclass(eq=False)
-class EarlyStopWatch:
-    """Tells a stop by `EarlyStopping`, which is part of a run, from all other reasons to set `trainer.should_stop`.
-
-    Args:
-        _trainer: that is watched. `before` is called ahead of the callbacks that may stop it, `after` behind them.
-    """
-
-    _trainer: pl.Trainer
-    _stopped: bool = False
-    _epoch: int = 0
-    by_early_stopping: bool = False
-
-    def before(self) -> None:
-        self._stopped, self._epoch = bool(self._trainer.should_stop), self._trainer.current_epoch
-
-    def after(self) -> None:
-        if self._trainer.should_stop and not self._stopped:
-            self.by_early_stopping |= any(
-                callback.stopped_epoch == self._epoch
-                for callback in callbacks_of(self._trainer)
-                if isinstance(callback, both(EarlyStopping))
-            )

@@ -20,7 +20,7 @@ from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, OnC
 from ckpt_engine.data.iteration import Mode, no_order, nothing_recorded
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.rng import RngState
-from ckpt_engine.data.sample_assignment import Dealing, Recipe, Tail, dealing_of
+from ckpt_engine.data.sample_assignment import Dealing, DealtEpoch, Recipe, Tail, dealing_of
 from ckpt_engine.errors import CkptError, MismatchError, ResumeError
 
 _OTHERS = "its sampler gave other samples than its seed says"
@@ -87,16 +87,12 @@ def resplit(
         raise _refused(len(states), _OTHERS)
     dealing = _dealing(recipe, saved[0], int(first["batches"]), len(states))
     return begin | {
-        "version": 2,
         "phase": "within",
         "batches": dealing.first,
         **nothing_recorded(loader.num_workers),
         "native": first["native"],
         "made": {"rng": rng, "generators": begin["generators"], "counters": {}},
-        "order": {
-            **no_order(),
-            "dealt": {"dealing": dealing.to_state(), "total": dealing.first + len(dealing.rest(order))},
-        },
+        "order": {**no_order(), "dealt": DealtEpoch(dealing, dealing.first + len(dealing.rest(order))).to_state()},
     }
 
 
@@ -126,8 +122,8 @@ def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
 def _dealing_in(state: Mapping[str, Any], refused: Callable[[str], CkptError]) -> Dealing:
     """How its epoch was dealt; raises `refused(why)` where that is not known."""
     recipe, order = state.get("recipe", {"unreadable": "an earlier version has saved it"}), state.get("order", {})
-    if not state["lost"] and (dealt := order.get("dealt")) is not None:
-        return Dealing.of_state(dealt["dealing"])
+    if not state["lost"] and (dealt := DealtEpoch.of_order(order)) is not None:
+        return dealt.dealing
     if "unreadable" in recipe:
         raise refused(str(recipe["unreadable"]))
     if state["lost"] or order.get("at_first") is None:
@@ -264,7 +260,6 @@ def fit_to(
 def _restarted(state: State, loader: DataLoader[Any]) -> State:
     """The first sample of the interrupted epoch, in the order that it had, if the samplers can repeat that."""
     found = state | {
-        "version": 1,
         "batches": 0,
         **nothing_recorded(loader.num_workers),
         # Samplers are as they were when the epoch began: what they did since is to be done again.
@@ -301,11 +296,13 @@ def _continued(
     batch = int(state["batches"])
     dealing = _in_batches_of(recipe, saved, batch, saved)
     rest = len(dealing.rest(order))
-    dealt = {"dealing": dealing.to_state(), "total": batch + rest}
     said = f"the other {saved.origin.samples - dealing.seen:,} samples of the epoch come in {rest:,} batches"
     if recipe["length"] > saved.origin.length:
         said += f", the {recipe['length'] - saved.origin.length:,} new ones from the next epoch on"
-    return state | {"version": 2, "held": [], "order": {**no_order(), "dealt": dealt}}, said
+    return state | {
+        "held": [],
+        "order": {**no_order(), "dealt": DealtEpoch(dealing, batch + rest).to_state()},
+    }, said
 
 
 def _no_meaning(why: str) -> MismatchError:

@@ -18,9 +18,18 @@ from ckpt_engine.data import exactness, native, rng, sampling, streams
 from ckpt_engine.data import exactness as fingerprints
 from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level, OnChange
-from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, collate_watched
+from ckpt_engine.data.iteration import (
+    Epoch,
+    LoadingDraws,
+    Mode,
+    Resumption,
+    RoleInit,
+    ShippingCollate,
+    WorkerRoles,
+    collate_watched,
+)
 from ckpt_engine.data.native import is_stateful
-from ckpt_engine.data.sample_assignment import Dealing, Recipe, recipe_of
+from ckpt_engine.data.sample_assignment import DealtEpoch, Recipe, recipe_of
 from ckpt_engine.data.sampling import RecordingSampler, ResumePlan, SamplerOrder, deref
 from ckpt_engine.errors import MismatchError
 
@@ -119,19 +128,19 @@ class Starter:
             return self._restart(make, previous)
         epoch = Epoch(
             mode,
-            made=streams.capture(loader, self.baseline) if alive is None or previous is None else previous.made,
-            workers=[None] * loader.num_workers,
-            reused=alive is not None,
+            streams.capture(loader, self.baseline) if alive is None or previous is None else previous.made,
+            WorkerRoles([None] * loader.num_workers, reused=alive is not None),
             native_before=native.before(loader) if mode is Mode.NATIVE else None,
             why_replayed=self.why_replayed,
         )
         if alive is not None:
             if previous is not None and previous.order is not None:
-                previous.workers_stopped_at(private.finish_dealt(alive))
+                previous.workers.stopped_at(private.finish_dealt(alive), previous.fetched + previous.lost)
             if self._rotation:
                 private.rotate_workers(alive, self._rotation)
                 self._rotation = 0
-            self._take_over(epoch, previous)
+            if previous is not None:
+                self._take_over(epoch, previous)
         recorder = self._begin_order(epoch, None)
         if alive is not None and recorder is not None and not private.takes_indices_from(alive, recorder):
             private.replace_index_sampler(alive, recorder)
@@ -177,11 +186,16 @@ class Starter:
 
     @rng.untouched()
     def within(
-        self, make: Make, state: Mapping[str, Any], on_change: OnChange = OnChange.REFUSE
+        self,
+        make: Make,
+        state: Mapping[str, Any],
+        streams_then: Mapping[str, Any] | None = None,
+        on_change: OnChange = OnChange.REFUSE,
     ) -> tuple[Epoch, Iterator[Any]]:
         """The rest of the saved epoch. Leaves the global streams as it found them.
 
         Args:
+            streams_then: are installed before the first batch that the saved run had not fetched.
             on_change: what to do where the dataset now ends before the batches that were trained.
 
         Raises:
@@ -198,7 +212,7 @@ class Starter:
         init: RoleInit | None = None
         if epoch.mode is Mode.SHIP and same:
             first = state["next_role"] if self._iterable else batches + state["lost"]
-            epoch.next_role = self._rotation = first % loader.num_workers
+            epoch.workers.next_role = self._rotation = first % loader.num_workers
             init = self._init(epoch, self._rotation)
         elif epoch.mode is Mode.NATIVE:
             native.restore(loader, saved)
@@ -219,30 +233,31 @@ class Starter:
                 iterator = make()
         elif epoch.order is not None and loader.num_workers == 0:
             assert self._recorder is not None
-            if state["order"]["at_first"] is not None or epoch.dealing is not None:
+            if state["order"]["at_first"] is not None or epoch.dealt is not None:
                 self._recorder.prime()
             if saved is not None:
                 native.restore(loader, saved)
-        over = state["ended"] or (state["exhausted"] and not epoch.refetch)
+        over = state["ended"] or (state["exhausted"] and not state["held"])
         if over and saved is not None and saved["of"] == "dataset":
             iterator = iter(())  # the dataset's state cannot say that its last batch has been made
         epoch.watch_end(iterator)
-        self._settle(epoch, state, same)
+        self._settle(epoch, state, streams_then, same=same)
         return epoch, iterator
 
-    def _settle(self, epoch: Epoch, state: Mapping[str, Any], same: bool) -> None:
+    def _settle(
+        self, epoch: Epoch, state: Mapping[str, Any], streams_then: Mapping[str, Any] | None, *, same: bool
+    ) -> None:
         """What holds for the rest of the epoch once the iterator stands where the saved one stood."""
         order = epoch.order
         if epoch.mode is Mode.REPLAY and epoch.why_replayed is not None:
             epoch.exactness = epoch.level(self._loader)
         if order is not None and order.verified is False:
             epoch.exactness = _unverified(order)
-        if same:
-            holders = {name: state.get(name, {}) for name in ("counters", "generators", "samplers", "kept")}
-            if epoch.refetch:
-                epoch.then_holders = holders
-            else:
-                streams.restore_holders(self._loader, holders)
+        held = list(state["held"])
+        holders = {name: state.get(name, {}) for name in ("counters", "generators", "samplers", "kept")}
+        epoch.resumption = Resumption(held, streams_then, holders if same and held else None)
+        if same and not held:
+            streams.restore_holders(self._loader, holders)
         epoch.exactness = epoch.exactness.also(sampling.compared(self._loader, state, between_epochs=False))
 
     @rng.untouched()
@@ -271,8 +286,7 @@ class Starter:
         epoch = Epoch(
             previous.mode,
             previous.made,
-            [None] * self._loader.num_workers,
-            reused=True,
+            WorkerRoles([None] * self._loader.num_workers, reused=True),
             why_replayed=self.why_replayed,
         )
         self._take_over(epoch, previous)
@@ -281,22 +295,16 @@ class Starter:
     def _saved_epoch(self, state: Mapping[str, Any]) -> Epoch:
         """What the state says about its epoch."""
         workers = list(state["workers"]) if self._same_workers(state) else [None] * self._loader.num_workers
-        dealt = state["order"].get("dealt") if "order" in state else None
         return Epoch(
             self._resume_mode(state),
             state["made"],
-            workers,
-            first_fetch=state["first_fetch"],
-            reused=state["reused"],
-            unknown_roles=set(state["unknown_roles"]),
-            draws=state["draws"],
+            WorkerRoles(workers, state["reused"], set(state["unknown_roles"])),
+            draws=LoadingDraws(state["draws"], at_first=state["first_fetch"]),
             lost=state["lost"],
-            refetch=list(state["held"]),
             fetched=int(state["batches"]),
             exhausted=state["exhausted"],
             why_replayed=self.why_again(state),
-            dealing=None if dealt is None else Dealing.of_state(dealt["dealing"]),
-            total=None if dealt is None else dealt["total"],
+            dealt=DealtEpoch.of_order(state.get("order", {})),
         )
 
     def _resume_mode(self, state: Mapping[str, Any]) -> Mode:
@@ -314,10 +322,10 @@ class Starter:
 
     def _init(self, epoch: Epoch, first: int) -> RoleInit:
         loader = self._loader
-        return RoleInit(loader.worker_init_fn, first, tuple(epoch.workers), loader.batch_size)
+        return RoleInit(loader.worker_init_fn, first, tuple(epoch.workers.states), loader.batch_size)
 
     def _plan(self, epoch: Epoch, state: Mapping[str, Any]) -> ResumePlan:
-        order, dealing = state["order"], epoch.dealing
+        order, dealing = state["order"], epoch.dealt and epoch.dealt.dealing
         return ResumePlan(
             skip=int(state["batches"]) + int(state["lost"]) - (0 if dealing is None else dealing.first),
             order=order,
@@ -325,18 +333,16 @@ class Starter:
             dealt=None if dealing is None else dealing.rest(dealing.origin.order()),
         )
 
-    def _take_over(self, epoch: Epoch, previous: Epoch | None) -> None:
+    def _take_over(self, epoch: Epoch, previous: Epoch) -> None:
         """Carry over what is known about persistent workers into their next epoch."""
-        if previous is None:
-            return
-        epoch.workers = [state and {**state, "earlier_epoch": True} for state in previous.workers]
-        epoch.unknown_roles = set(previous.unknown_roles)
+        epoch.workers.states = [state and {**state, "earlier_epoch": True} for state in previous.workers.states]
+        epoch.workers.unknown = set(previous.workers.unknown)
         order = previous.order
         if order is None and not previous.exhausted:
-            epoch.unknown_roles.update(range(self._loader.num_workers))
+            epoch.workers.unknown.update(range(self._loader.num_workers))
         elif order is not None and epoch.mode is Mode.SHIP:
-            ahead = range(previous.fetched + previous.lost + previous.thrown_away, order.given)
-            epoch.unknown_roles.update(number % self._loader.num_workers for number in ahead)
+            ahead = range(previous.fetched + previous.lost + previous.workers.thrown_away, order.given)
+            epoch.workers.unknown.update(number % self._loader.num_workers for number in ahead)
 
     def _begin_order(self, epoch: Epoch, plan: ResumePlan | None) -> RecordingSampler | None:
         if self._iterable or epoch.mode not in (Mode.SKIP, Mode.SHIP):
@@ -344,7 +350,7 @@ class Starter:
         inner = self._loader.__dict__[self._sampler_attribute()]
         if self._recorder is None or self._recorder.inner is not inner:
             self._recorder = RecordingSampler(self._loader, inner, self.baseline)
-        base = 0 if epoch.dealing is None else epoch.dealing.first
+        base = 0 if epoch.dealt is None else epoch.dealt.dealing.first
         epoch.order = SamplerOrder(base=base, given=base)
         self._recorder.begin(epoch.order, plan)
         return self._recorder
@@ -360,8 +366,8 @@ class Starter:
                 self._loader.collate_fn, self._loader.batch_size, self._loader.dataset
             )
         elif epoch.mode is Mode.NATIVE and native.repeats_work(self._loader.dataset):
-            replaced["collate_fn"] = partial(collate_watched, self._loader.collate_fn, epoch.loaded)
-            epoch.watched = True
+            replaced["collate_fn"] = partial(collate_watched, self._loader.collate_fn, epoch.draws.loaded)
+            epoch.draws.is_watched = True
         if init is not None:
             replaced["worker_init_fn"] = init
         original = {name: attributes[name] for name in replaced}
@@ -375,7 +381,7 @@ class Starter:
         """Fall back to replay where the built iterator turns out not to ask the loader's sampler."""
         if epoch.order is not None and self._recorder is not None and not self._recorder.asked:
             epoch.mode, epoch.order = Mode.REPLAY, None
-        if epoch.dealing is not None and epoch.order is None:
+        if epoch.dealt is not None and epoch.order is None:
             raise MismatchError(
                 f"a {type(self._loader).__name__} does not ask its sampler: no other number of ranks can resume it",
                 hint="resume with the number of ranks that has begun the epoch",

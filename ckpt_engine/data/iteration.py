@@ -27,7 +27,7 @@ from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level, checksum, length_of
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.private_names import assume_worker_role
-from ckpt_engine.data.sample_assignment import Dealing
+from ckpt_engine.data.sample_assignment import DealtEpoch
 from ckpt_engine.data.sampling import SamplerOrder
 from ckpt_engine.observe.run_times import hook_time
 
@@ -228,50 +228,103 @@ class Fetch:
 
 
 @dataclass(slots=True)
+class WorkerRoles:
+    """Where the workers of one iteration are."""
+
+    states: list[WorkerState | None]
+    """Each role after its last delivered batch."""
+    reused: bool = False
+    """The workers are those of an earlier epoch."""
+    unknown: set[int] = field(default_factory=set)
+    """Persistent workers that were ahead when the previous epoch was left early and have delivered nothing since."""
+    thrown_away: int = 0
+    """Batches that workers had made when the epoch was left early."""
+    next_role: int = 0
+    """Whose turn it is to deliver."""
+
+    def delivered(self, batch: Shipped) -> None:
+        """The loop gets this batch."""
+        self.states[batch.role] = batch.state
+        if self.unknown:
+            self.unknown.discard(batch.role)
+        self.next_role = (batch.role + 1) % len(self.states)
+
+    def stopped_at(self, batches: Iterable[Any], asked: int) -> None:
+        """Take from batches that the loop will not see where the workers that made them are now.
+
+        Args:
+            asked: batches that were asked for before those.
+        """
+        for batch in batches:
+            if isinstance(batch, Shipped):
+                self.states[batch.role] = batch.state
+                self.unknown.discard(batch.role)
+            else:
+                self.unknown.add((asked + self.thrown_away) % len(self.states))
+            self.thrown_away += 1
+
+
+@dataclass(slots=True)
+class LoadingDraws:
+    """Watches whether loading an iterable dataset draws from the global streams of this process."""
+
+    seen: bool = False
+    """It drew from them."""
+    is_watched: bool = False
+    """`loaded` is called."""
+    before: tuple[object, ...] | None = None
+    """The streams when the batch was asked for that is being loaded."""
+    at_first: rng.RngState | None = None
+    """The streams right before the first batch, where a replay needs them."""
+
+    def loaded(self) -> None:
+        """The samples of a batch are there."""
+        if self.before is not None:
+            self.seen = self.seen or self.before != rng.probe()
+
+
+@dataclass(slots=True)
+class Resumption:
+    """What a resumed epoch does before it fetches a batch that the saved run had not fetched."""
+
+    held: list[rng.RngState]
+    """Streams under which the batches that were fetched ahead at the snapshot are fetched again, in order."""
+    streams: Mapping[str, Any] | None
+    holders: Mapping[str, Any] | None
+    """Installed before the first new fetch: fetching a batch again moves generators, counters and samplers."""
+
+    def install(self, loader: DataLoader[Any]) -> None:
+        """The first new fetch comes now."""
+        if self.holders is not None:
+            streams.restore_holders(loader, self.holders)
+        if self.streams is not None:
+            rng.restore(self.streams)
+
+
+@dataclass(slots=True)
 class Epoch:
     """Everything recorded about one iteration over the loader."""
 
     mode: Mode
     made: streams.Streams
     """Right before the iterator in use was built (for persistent workers: in an earlier epoch)."""
-    workers: list[WorkerState | None]
-    """Each role after its last delivered batch."""
+    workers: WorkerRoles
     native_before: dict[str, Any] | None = None
     """Of a dataset with a state, before its iterator was built: until it is asked for a sample, a generator's body has
     not begun, and the state is that of the pass before."""
     why_replayed: str | None = None
     """Of an iterable dataset whose state is of no use."""
     order: SamplerOrder | None = None
-    dealing: Dealing | None = None
-    """The rest of an epoch that another number of ranks has begun."""
-    total: int | None = None
-    """Then, batches of this epoch: those before it was dealt and those dealt."""
-    first_fetch: rng.RngState | None = None
-    """Global streams right before the first batch, where a replay needs them."""
-    reused: bool = False
-    """The workers are those of an earlier epoch."""
-    unknown_roles: set[int] = field(default_factory=set)
-    """Persistent workers that were ahead when the previous epoch was left early and have delivered nothing since."""
+    dealt: DealtEpoch | None = None
+    """Of an epoch that another number of ranks has begun."""
+    draws: LoadingDraws = field(default_factory=LoadingDraws)
     fetched: int = 0
     lost: int = 0
     """Fetches that raised: the sampler moved on, no batch was delivered."""
-    thrown_away: int = 0
-    """Batches that workers had made when the epoch was left early."""
     exhausted: bool = False
-    draws: bool = False
-    """An iterable dataset drew from the global streams of this process."""
-    watched: bool = False
-    """`loaded` is called."""
-    before_loading: tuple[object, ...] | None = None
-    """The global streams when the batch was asked for that is being loaded."""
-    next_role: int = 0
-    """Whose turn it is to deliver."""
     ring: dict[int, Fetch] = field(default_factory=dict)
-    refetch: list[rng.RngState] = field(default_factory=list)
-    """Streams under which the batches that were fetched ahead at the snapshot are fetched again, in order."""
-    then_rng: rng.RngState | None = None
-    then_holders: dict[str, Any] | None = None
-    """Installed before the first new fetch: fetching a batch again moves generators, counters and samplers."""
+    resumption: Resumption | None = None
+    """Until the first batch is fetched that the saved run had not fetched."""
     exactness: Exactness = field(default_factory=Exactness)
 
     iterator: weakref.ref[Iterator[Any]] | None = None
@@ -280,25 +333,10 @@ class Epoch:
         """Name the iterator whose end `ended` reports."""
         self.iterator = weakref.ref(iterator) if hasattr(iterator, "__weakref__") else None
 
-    def loaded(self) -> None:
-        """The samples of a batch are there."""
-        if self.before_loading is not None:
-            self.draws = self.draws or self.before_loading != rng.probe()
-
     def ended(self) -> bool:
         """True if the iterator knows already that it has no further batch (an iterable's last batch was short)."""
         iterator = None if self.iterator is None else self.iterator()
         return iterator is not None and private.knows_its_end(iterator)
-
-    def workers_stopped_at(self, batches: Iterable[Any]) -> None:
-        """Take from batches that the loop will not see where the workers that made them are now."""
-        for batch in batches:
-            if isinstance(batch, Shipped):
-                self.workers[batch.role] = batch.state
-                self.unknown_roles.discard(batch.role)
-            else:
-                self.unknown_roles.add((self.fetched + self.lost + self.thrown_away) % len(self.workers))
-            self.thrown_away += 1
 
     def next_fetch(self, loader: DataLoader[Any], streams_now: rng.RngState | None = None) -> Fetch:
         """The record of the fetch that would come now; it needs the streams only if the batch may be fetched again."""
@@ -307,22 +345,22 @@ class Epoch:
             state = (None if self.fetched else self.native_before) or native.capture(loader)
         elif loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
             state = native.capture_dataset(loader)
-        return Fetch(streams_now, tuple(self.workers), state, self.next_role, self.ended())
+        return Fetch(streams_now, tuple(self.workers.states), state, self.workers.next_role, self.ended())
 
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""
         found = self.exactness
         if loader.num_workers > 0 and not getattr(loader, "in_order", True):
             found = found.lowered(Level.NOT_RESTORED, "in_order=False: workers deliver in no fixed order")
-        if self.unknown_roles:
+        if self.workers.unknown:
             found = found.lowered(
                 Level.ORDER_ONLY if self.order is not None else Level.NOT_RESTORED,
-                f"persistent workers {sorted(self.unknown_roles)} were ahead when the last epoch was left early and "
+                f"persistent workers {sorted(self.workers.unknown)} were ahead when the last epoch was left early and "
                 "have delivered no batch since",
             )
         if self.lost:
             found = found.lowered(Level.ORDER_ONLY, f"{self.lost} batch(es) of this epoch raised while being fetched")
-        if changes := {path for state in self.workers if state is not None for path in state.get("changes", ())}:
+        if changes := {path for state in self.workers.states if state is not None for path in state.get("changes", ())}:
             found = found.lowered(
                 Level.ORDER_ONLY,
                 f"loader workers change {', '.join(sorted(changes))} in their own copies, which no snapshot has: give "
@@ -333,19 +371,19 @@ class Epoch:
         return found
 
     def _level_of_replay(self, found: Exactness, loader: DataLoader[Any]) -> Exactness:
-        why = self.why_replayed
-        if loader.num_workers > 0 and self.reused and native.keeps_nothing(loader.dataset):
+        why, reused = self.why_replayed, loader.num_workers > 0 and self.workers.reused
+        if reused and native.keeps_nothing(loader.dataset):
             found = found.lowered(Level.ORDER_ONLY, f"{why}: batches are loaded again, by workers with other streams")
-        elif loader.num_workers > 0 and self.reused:
+        elif reused:
             what = f"an IterableDataset without state_dict {_KEPT}" if why is None else f"{why}: {_KEPT}"
             found = found.lowered(Level.NOT_RESTORED, what)
-        if self.draws and why is not None:
+        if self.draws.seen and why is not None:
             found = found.lowered(
                 Level.ORDER_ONLY,
                 f"{why}: batches are loaded again, which draws from the global random streams: what is drawn per "
                 "sample may differ",
             )
-        elif self.draws:
+        elif self.draws.seen:
             found = found.lowered(
                 Level.ORDER_ONLY,
                 "the IterableDataset draws from the global random streams: an order that depends on such draws (a "
@@ -366,46 +404,39 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
     ) -> None:
         self._loader, self.inner, self._epoch, self._on_fetch = loader, inner, epoch, on_fetch
 
-    def __iter__(self) -> FollowedIterator:
-        return self
-
     @hook_time.counted
     def __next__(self) -> Any:
         epoch = self._epoch
         lookahead = self._on_fetch(epoch)
-        if epoch.refetch:
-            return self._fetch_again(epoch.refetch.pop(0), lookahead)
-        if epoch.then_holders is not None:
-            streams.restore_holders(self._loader, epoch.then_holders)
-            epoch.then_holders = None
-        if epoch.then_rng is not None:
-            rng.restore(epoch.then_rng)
-            epoch.then_rng = None
+        if (resumption := epoch.resumption) is not None:
+            if resumption.held:
+                return self._fetch_again(resumption, lookahead)
+            resumption.install(self._loader)
+            epoch.resumption = None
         return self._fetch(lookahead)
 
-    def _fetch_again(self, under: rng.RngState, lookahead: int) -> Any:
+    def _fetch_again(self, resumption: Resumption, lookahead: int) -> Any:
         """Fetch a batch that the saved run had fetched already. Its draws are in the past.
 
         They leave no trace, unless streams are installed behind it: what its consumer draws until then follows from it.
         """
-        with rng.untouched() if self._epoch.then_rng is None else nullcontext():
-            rng.restore(under)
+        with rng.untouched() if resumption.streams is None else nullcontext():
+            rng.restore(resumption.held.pop(0))
             return self._fetch(lookahead)
 
     def _fetch(self, lookahead: int) -> Any:
         epoch, loader = self._epoch, self._loader
-        number = epoch.fetched
+        number, draws = epoch.fetched, epoch.draws
         if lookahead:
             epoch.ring[number] = epoch.next_fetch(loader, rng.capture())
             epoch.ring.pop(number - lookahead - 1, None)
             if epoch.order is not None:
                 epoch.order.ahead = True
-        if epoch.watched:
-            epoch.before_loading = rng.probe()
-        watched = epoch.mode is Mode.REPLAY and loader.num_workers == 0
-        if watched and number == 0:
-            epoch.first_fetch = rng.capture()
-        before = rng.probe() if watched and not epoch.draws else None
+        is_replayed = epoch.mode is Mode.REPLAY and loader.num_workers == 0
+        if is_replayed and number == 0:
+            draws.at_first = rng.capture()
+        if (is_replayed or draws.is_watched) and not draws.seen:
+            draws.before = rng.probe()
         try:
             batch = hook_time.outside(next, self.inner)
         except StopIteration:
@@ -415,13 +446,11 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
             if not private.is_dead_worker(err):  # else no batch was made, and none will be
                 epoch.lost += 1
             raise
-        if before is not None:
-            epoch.draws = before != rng.probe()
+        if is_replayed and not draws.seen:
+            draws.seen = draws.before != rng.probe()
         if isinstance(batch, Shipped):
             if epoch.mode is not Mode.REPLAY:
-                epoch.workers[batch.role] = batch.state
-                epoch.unknown_roles.discard(batch.role)
-                epoch.next_role = (batch.role + 1) % loader.num_workers
+                epoch.workers.delivered(batch)
             batch = batch.batch
         epoch.fetched = number + 1
         if epoch.order is not None:

@@ -25,13 +25,11 @@ from ckpt_engine.data.epoch_start import Starter
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, OnChange, Restoration
 from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode, no_order, nothing_recorded
 from ckpt_engine.data.rng import RngState
-from ckpt_engine.data.sample_assignment import Dealing
+from ckpt_engine.data.sample_assignment import DealtEpoch
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
 
 _VERSION = 2
-_ALONE = 1
-"""Version of a position in an epoch that no other number of ranks has begun: earlier versions know it."""
 State = dict[str, Any]
 _ATTRIBUTE = "_ckpt_engine_position"
 _ORIGINAL = "_ckpt_engine_original"
@@ -61,10 +59,9 @@ class Pending:
         return 0 if self.phase == "fresh" else int(self.state["batches"])
 
     @property
-    def dealt(self) -> tuple[Dealing, int] | None:
+    def dealt(self) -> DealtEpoch | None:
         """See `LoaderPosition.dealt`."""
-        found = self.state.get("order", {}).get("dealt") if self.phase == "within" else None
-        return None if found is None else (Dealing.of_state(found["dealing"]), int(found["total"]))
+        return DealtEpoch.of_order(self.state.get("order", {})) if self.phase == "within" else None
 
     def install(self, loader: DataLoader[Any]) -> Exactness:
         """At load time: samplers of a fresh epoch get their counters now, so that a later `set_epoch` still counts.
@@ -168,13 +165,11 @@ class LoaderPosition:
         return self._pending is None and self._epoch is not None and self._epoch.exhausted
 
     @property
-    def dealt(self) -> tuple[Dealing, int] | None:
-        """Of the current or loaded epoch, if another number of ranks has begun it: its rest, and how many batches the
-        whole epoch has for this rank."""
+    def dealt(self) -> DealtEpoch | None:
+        """The current or loaded epoch, if another number of ranks has begun it."""
         if self._pending is not None:
             return self._pending.dealt
-        epoch = self._epoch
-        return (epoch.dealing, epoch.total) if epoch is not None and epoch.dealing and epoch.total else None
+        return None if self._epoch is None else self._epoch.dealt
 
     @property
     def place(self) -> int | None:
@@ -227,7 +222,7 @@ class LoaderPosition:
             )
         if epoch.exhausted and consumed == epoch.fetched:
             phase = "ended" if asked_again else "fresh"
-        elif consumed == (epoch.total or self._starter.fingerprint()["batches"]) or (
+        elif consumed == (epoch.dealt.total if epoch.dealt else self._starter.fingerprint()["batches"]) or (
             consumed == epoch.fetched and epoch.ended()
         ):
             phase = "ended"
@@ -372,10 +367,9 @@ class LoaderPosition:
             pending.before_iterator(loader)
             if pending.phase == "within":
                 try:
-                    epoch, iterator = self._starter.within(make, pending.state, self._on_change)
+                    epoch, iterator = self._starter.within(make, pending.state, pending.rng, self._on_change)
                 except MismatchError as err:
                     return map(_raise, [err])  # when a batch is asked for: the teardown of Lightning hides it here
-                epoch.then_rng = pending.rng
             else:
                 epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
             pending.after_iterator(loader)
@@ -391,7 +385,7 @@ class LoaderPosition:
     def _assemble(self, epoch: Epoch | None, fetch: Fetch | None, batches: int, phase: str) -> State:
         exactness, among = self.exactness, streams.holders(self.loader)
         state: State = {
-            "version": _ALONE,
+            "version": _VERSION,
             "phase": phase,
             "batches": batches,
             "mode": str(self.mode),
@@ -414,13 +408,13 @@ class LoaderPosition:
             "next_role": fetch.next_role,
             "native": fetch.native,
             "made": epoch.made,
-            "reused": epoch.reused,
+            "reused": epoch.workers.reused,
             "alive": self._starter.alive(),
-            "first_fetch": epoch.first_fetch,
-            "draws": epoch.draws,
+            "first_fetch": epoch.draws.at_first,
+            "draws": epoch.draws.seen,
             "ended": fetch.ended,
             "exhausted": epoch.exhausted,
-            "unknown_roles": sorted(epoch.unknown_roles),
+            "unknown_roles": sorted(epoch.workers.unknown),
         }
         if order is not None:
             given = batches + epoch.lost
@@ -435,9 +429,8 @@ class LoaderPosition:
                 "outstanding": order.outstanding(given) if again else [],
                 "moves": order.moves,
             }
-        if order is not None and epoch.dealing is not None:
-            state["version"] = _VERSION
-            state["order"]["dealt"] = {"dealing": epoch.dealing.to_state(), "total": epoch.total}
+        if order is not None and epoch.dealt is not None:
+            state["order"]["dealt"] = epoch.dealt.to_state()
         return state
 
 

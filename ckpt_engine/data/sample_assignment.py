@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.utils.data import (
@@ -276,3 +276,25 @@ class Dealing:
                 yield order[at + self.rank : at + step : self.size]
             else:
                 yield order[at + self.rank * self.batch_size : at + (self.rank + 1) * self.batch_size]
+
+
+class DealtEpoch(NamedTuple):
+    """An epoch that another number of ranks has begun.
+
+    Args:
+        dealing: of its rest.
+        total: batches of the whole epoch for this rank: those before it was dealt and those dealt.
+    """
+
+    dealing: Dealing
+    total: int
+
+    @classmethod
+    def of_order(cls, order: Mapping[str, Any]) -> Self | None:
+        """From what a state says of the order; None: the ranks that have begun it are as many as now."""
+        found = order.get("dealt")
+        return None if found is None else cls(Dealing.of_state(found["dealing"]), int(found["total"]))
+
+    def to_state(self) -> dict[str, Any]:
+        """A tree that a snapshot stores."""
+        return {"dealing": self.dealing.to_state(), "total": self.total}

@@ -190,7 +190,7 @@ class RecordingSampler(streams.StandIn):
         return self._current
 
 
-class _RecordingIterator(streams.Proxy):
+class _RecordingIterator(streams.Proxy, Iterator[Any]):
     def __init__(
         self,
         reference: weakref.ref[DataLoader[Any]],
@@ -208,19 +208,15 @@ class _RecordingIterator(streams.Proxy):
         self.inner = start()
         _show_state(self)
         self._primed = False
-        self._dealt = plan is not None and plan.dealt is not None
-        self._watched = not self._dealt and not streams.draws_at_start_only(loader)
+        self._watched = (plan is None or plan.dealt is None) and not streams.draws_at_start_only(loader)
         self._again: deque[Any] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def prime(self) -> None:
         if self._primed:
             return
         self._primed = True
         order, plan, loader = self._order, self._plan, deref(self._reference)
-        if plan is None or (plan.order["at_first"] is None and not self._dealt):
+        if plan is None or (plan.order["at_first"] is None and plan.dealt is None):
             order.at_first = streams.capture(loader, self._baseline)
             return
         if plan.order["at_first"] is not None:

@@ -101,7 +101,6 @@ class Stopping:
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
         self._diverging = Diverging(engine, self.halt, rollbacks, log)
-        self._judged_the_end = False
         for sink in (self._ledger, self.watch):
             sinks.add(sink)
 
@@ -158,8 +157,7 @@ class Stopping:
         if isinstance(found, str):
             self._log.warning("the edited options are not used: %s", found)
             return config
-        made = change(config, found)
-        if made is None:
+        if (made := change(config, found)) is None:
             return config
         self._log.warning("%s", made.text(live.name))
         self.watch.grace_seconds = made.config.preemption.grace
@@ -206,15 +204,14 @@ class Stopping:
         return self.losses is not None and self.losses.veto(due=True)
 
     def training_over(self, step: int) -> None:
-        """Training has come to its end by itself, before its final snapshot. Of all ranks at once; idempotent.
+        """Training has come to its end by itself, before its final snapshot. Once, of all ranks at once.
 
         Raises:
             DivergedError: the last losses say so, of several ranks those of any of them. Where the run is to stop as
                 well, what `Halt.end_of` makes of it.
         """
-        if self._judged_the_end or self.losses is None:
+        if self.losses is None:
             return
-        self._judged_the_end = True
         if self._shared is None:
             self.losses.veto(due=True)
         else:
@@ -222,8 +219,7 @@ class Stopping:
                 self._judge(self._shared, due=True)
             except RanksError as err:
                 self._log.error("the other ranks do not learn that this one has diverged: %s", err)
-        error = self._diverging.at_the_end(self._divergence, step)
-        if error is not None:
+        if (error := self._diverging.at_the_end(self._divergence, step)) is not None:
             raise self.halt.end_of(error)
 
     def _judge(self, shared: SharedCadence, *, due: bool) -> None:

@@ -322,14 +322,11 @@ class Feed:
         self.phase = self.phase.to(RUNNING)
 
 
-class _Pass(Proxy):
+class _Pass(Proxy, Iterator[Any]):
     """One pass over a feed, in the place of the loader's own iterator."""
 
     def __init__(self, feed: Feed, inner: Iterator[Any]) -> None:
         self._feed, self.inner = feed, inner
-
-    def __iter__(self) -> _Pass:
-        return self
 
     @hook_time.counted
     def __next__(self) -> Any:

@@ -287,25 +287,26 @@ class MissedBoundaries:
 
     def __init__(self, halt: Halt, log: logging.Logger, what: str) -> None:
         self._halt, self._log, self._what = halt, log, what
-        self._steps = self._unstopped = 0
-        self._has_boundaries = False
-        """There was a boundary where a stop could end the run."""
+        self._steps = self._all_steps = 0
+        self._stoppable_at: int | None = None
+        """How many of all steps came before the last boundary where a stop could end the run; None: there was none."""
 
     def reached(self, *, can_stop: bool) -> None:
         """The loop is at a boundary."""
         self._steps = 0
         if can_stop:
-            self._unstopped, self._has_boundaries = 0, True
+            self._stoppable_at = self._all_steps
 
     def stepped(self) -> Stop | None:
         """One more; the stop that ends the run here, as no boundary comes."""
         self._steps += 1
-        self._unstopped += 1
+        self._all_steps += 1
         if self._steps == _REPORTED_STEPS:
             self._report()
-        if self._unstopped < _MOST_UNSTOPPED or (stop := self._halt.watch.stop) is None or self._halt.done:
+        unstopped = self._all_steps - (self._stoppable_at or 0)
+        if unstopped < _MOST_UNSTOPPED or (stop := self._halt.watch.stop) is None or self._halt.done:
             return None
-        waits = self._has_boundaries and self._halt.seconds_left(1.0) > 0.0
+        waits = self._stoppable_at is not None and self._halt.seconds_left(1.0) > 0.0
         return None if waits else stop
 
     def end(self) -> None:

@@ -376,7 +376,6 @@ class Verdicts:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._store = ranks, ranks.store
-        self.leads = ranks.rank == 0
         self.patience: Patience = lambda seconds: seconds
         """Set by what knows of stops."""
         self.stop: Callable[[], Stop | None] = lambda: None
@@ -384,6 +383,11 @@ class Verdicts:
         self._told_stop = False
         self.own: Divergence | None = None
         """What this rank has seen itself."""
+
+    @property
+    def leads(self) -> bool:
+        """This is the rank that decides."""
+        return self._ranks.rank == 0
 
     def tell(self, found: Divergence) -> None:
         """This rank has seen a divergence."""

@@ -18,27 +18,23 @@ FILES = [
 FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {
-    "FitRun": 4,
     "Replicator": 5,
     "Serving": 5,
-    "Epoch": 4,
     "Tenure": 4,
-    "_RecordingIterator": 4,
 }
 """Classes with more attributes that are true or false."""
 NAMES = {
     "SharedCadence": 48,
     "Cadence": 38,
     "PrimaryTier": 24,
-    "FitRun": 21,
+    "FitRun": 18,
     "Training": 27,
-    "Epoch": 25,
     "FitResume": 18,
     "SimulatedJob": 22,
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 19, "ckpt_engine/writer": 40}
+LIFE = {"ckpt_engine/loop": 16, "ckpt_engine/writer": 40}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

@@ -141,7 +141,7 @@ TWICE = frozenset(
 """Aliases of types whose name is also that of another alias or of a class: they may only become fewer."""
 WIDE = frozenset(
     {
-        *("Cadence", "Config", "Epoch", "FitRun", "Options", "PrimaryTier", "SimulatedJob", "Training"),
+        *("Cadence", "Config", "FitRun", "Options", "PrimaryTier", "SimulatedJob", "Training"),
     }
 )
 """Classes with more attributes than `MOST_ATTRIBUTES`: they may only become fewer."""

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
@@ -202,6 +202,17 @@ class Control:
                 return Reply({"error": f"{type(err).__name__}: {err}"})
 
 
+class MemoryUse(Enum):
+    """Who gets what is in memory."""
+
+    TRAINER = auto()
+    """Its trainer, which lives as far as is known."""
+    RESTART = auto()
+    """The restarted training: the trainer is gone."""
+    CLOSED = auto()
+    """The run was closed: nothing is served."""
+
+
 class ControlHandlers:
     """Answers requests. `answer` is called for one at a time, everything else from any thread.
 
@@ -223,9 +234,7 @@ class ControlHandlers:
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
-        self._attended = self._serves = True
-        self.said_bye = False
-        """Whether the writer is not needed any more."""
+        self._use = MemoryUse.TRAINER
         self._handlers: Mapping[object, Callable[[Body], Reply | None]] = {
             **dict.fromkeys((Question.SNAPSHOT, Question.PARITY, Question.HELD), self._of_memory),
             Question.BYE: self._take_leave,
@@ -234,14 +243,17 @@ class ControlHandlers:
             Question.STATUS: self._status,
         }
 
+    @property
+    def _attended(self) -> bool:
+        return self._use is MemoryUse.TRAINER
+
     def leave(self, *, serves: bool) -> None:
         """The trainer is gone, and everything it sent was taken in.
 
         Args:
             serves: what is in memory is for the restarted training; else that was closed, and nothing is served.
         """
-        self._serves = serves
-        self._attended = False
+        self._use = MemoryUse.RESTART if serves else MemoryUse.CLOSED
 
     def answer(self, request: Body) -> Reply | None:
         """See `Answer`."""
@@ -251,7 +263,7 @@ class ControlHandlers:
         """The reply to what is only served once the trainer is gone; None: what it sent last is still to come."""
         if self._attended and not self._trainer_lives():
             return None
-        if self._attended or not self._serves:
+        if self._use is not MemoryUse.RESTART:
             why = "its trainer is alive" if self._attended else "the run was closed"
             return Reply({"held": [], "why": why}) if request["what"] == Question.HELD else nothing(why)
         if request["what"] == Question.HELD:
@@ -302,7 +314,6 @@ class ControlHandlers:
     def _take_leave(self, _: Body) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
-        self.said_bye = True
         self._queue.held.let_go()
         self._bye()
         return Reply({"ok": True})

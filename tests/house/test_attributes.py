@@ -19,8 +19,6 @@ FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {
     "FitRun": 4,
-    "Replicator": 5,
-    "Serving": 5,
     "Epoch": 4,
     "Tenure": 4,
     "_RecordingIterator": 4,
@@ -38,7 +36,7 @@ NAMES = {
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 19, "ckpt_engine/writer": 40}
+LIFE = {"ckpt_engine/loop": 19, "ckpt_engine/writer": 25}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

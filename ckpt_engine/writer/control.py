@@ -243,10 +243,6 @@ class ControlHandlers:
             Question.STATUS: self._status,
         }
 
-    @property
-    def _attended(self) -> bool:
-        return self._use is MemoryUse.TRAINER
-
     def leave(self, *, serves: bool) -> None:
         """The trainer is gone, and everything it sent was taken in.
 
@@ -261,10 +257,10 @@ class ControlHandlers:
 
     def _of_memory(self, request: Body) -> Reply | None:
         """The reply to what is only served once the trainer is gone; None: what it sent last is still to come."""
-        if self._attended and not self._trainer_lives():
+        if self._use is MemoryUse.TRAINER and not self._trainer_lives():
             return None
         if self._use is not MemoryUse.RESTART:
-            why = "its trainer is alive" if self._attended else "the run was closed"
+            why = "its trainer is alive" if self._use is MemoryUse.TRAINER else "the run was closed"
             return Reply({"held": [], "why": why}) if request["what"] == Question.HELD else nothing(why)
         if request["what"] == Question.HELD:
             return self._list()
@@ -303,16 +299,22 @@ class ControlHandlers:
 
     def _pass_on(self, request: Body) -> Reply:
         who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
-        return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(request["what"], who)})
+        return Reply(
+            {
+                "trainer": self._use is MemoryUse.TRAINER
+                and self._trainer_lives()
+                and self._forward(request["what"], who)
+            }
+        )
 
     def _flushed(self, _: Body) -> Reply:
-        if not (self._attended and self._trainer_lives()):
+        if not (self._use is MemoryUse.TRAINER and self._trainer_lives()):
             return Reply({"step": None, "why": "its trainer is gone: what it left becomes durable anyway"})
         step = self._queue.flush()
         return Reply({"step": step} if step is not None else {"step": None, "why": "no snapshot is in memory"})
 
     def _take_leave(self, _: Body) -> Reply | None:
-        if self._attended:
+        if self._use is MemoryUse.TRAINER:
             return Reply({"ok": False}) if self._trainer_lives() else None
         self._queue.held.let_go()
         self._bye()
@@ -323,7 +325,7 @@ class ControlHandlers:
         return Reply(
             {
                 "pid": os.getpid(),
-                "trainer": self._attended and self._trainer_lives(),
+                "trainer": self._use is MemoryUse.TRAINER and self._trainer_lives(),
                 "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
                 "held_created": None if newest is None else newest.job.created,
                 "beat": (beat := self._queue.held.beat) and asdict(beat),

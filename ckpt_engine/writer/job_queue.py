@@ -239,7 +239,7 @@ class JobQueue(threading.Thread):
         with self._changed:
             self._todo.clear()
             self._intake.close()
-            if not self.rescue.is_abandoned:
+            if self.rescue.trainer is TrainerLife.PRESENT:
                 self.held.close()
 
     def _open(self) -> Started | None:

@@ -58,11 +58,6 @@ class MemoryRescue:
     ended_at: float | None = field(default=None, init=False)
 
     @property
-    def is_abandoned(self) -> bool:
-        """Whether the trainer is gone."""
-        return self.trainer is not TrainerLife.PRESENT
-
-    @property
     def may_lose(self) -> bool:
         """Whether what is only in memory may be the newest snapshot that there is.
 
@@ -99,8 +94,8 @@ class MemoryRescue:
         orders = self.held.all_held()
         for order in orders:
             order.unchanged = self.held.keeps
-        if orders and (not orders[0].durable or (self.is_abandoned and self.may_lose)):
-            if self.is_abandoned:
+        if orders and (not orders[0].durable or (self.trainer is not TrainerLife.PRESENT and self.may_lose)):
+            if self.trainer is not TrainerLife.PRESENT:
                 self.held.sealed.wait(_SEAL_SECONDS)
             self._insist(orders)
         if self.trainer is TrainerLife.WRITTEN and orders:
@@ -114,6 +109,6 @@ class MemoryRescue:
         while not self.persister.recover(orders):
             with self.changed:
                 left = deadline - time.monotonic()
-                if not self.is_abandoned or self.is_hurried or self.held.unwanted or left <= 0:
+                if self.trainer is TrainerLife.PRESENT or self.is_hurried or self.held.unwanted or left <= 0:
                     return
                 self.changed.wait_for(lambda: self.is_hurried, min(_AGAIN_SECONDS, left))

@@ -216,8 +216,8 @@ class Replicator(threading.Thread):
         """Note that the tier failed."""
         with self._changed:
             self._failures += 1
-        fatal = self.tier.config.fatal
-        self.health.failed(error, fatal=fatal, silent=self._finishing and not fatal)  # the end says it
+        is_silent = self._finishing and not self.tier.config.fatal  # the end says it
+        self.health.failed(error, fatal=self.tier.config.fatal, silent=is_silent)
         self._tell()
 
     def status(self) -> TierStatus:

@@ -27,7 +27,7 @@ FLAGS = {
 NAMES = {
     "SharedCadence": 48,
     "Cadence": 38,
-    "PrimaryTier": 24,
+    "PrimaryTier": 16,
     "FitRun": 21,
     "Training": 27,
     "Epoch": 25,
@@ -36,7 +36,7 @@ NAMES = {
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 19, "ckpt_engine/writer": 25}
+LIFE = {"ckpt_engine/loop": 19, "ckpt_engine/writer": 24}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

@@ -69,7 +69,7 @@ from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import CHANGED, FORKED, Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
-from ckpt_engine.writer.primary_tier import let_finish
+from ckpt_engine.writer.lease_wait import let_finish
 
 _Found = TypeVar("_Found")
 Live = Callable[[Manifest], Any]

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
@@ -202,6 +202,17 @@ class Control:
                 return Reply({"error": f"{type(err).__name__}: {err}"})
 
 
+class MemoryUse(Enum):
+    """Who gets what is in memory."""
+
+    TRAINER = auto()
+    """Its trainer, which lives as far as is known."""
+    RESTART = auto()
+    """The restarted training: the trainer is gone."""
+    CLOSED = auto()
+    """The run was closed: nothing is served."""
+
+
 class ControlHandlers:
     """Answers requests. `answer` is called for one at a time, everything else from any thread.
 
@@ -223,9 +234,7 @@ class ControlHandlers:
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
-        self._attended = self._serves = True
-        self.said_bye = False
-        """Whether the writer is not needed any more."""
+        self._use = MemoryUse.TRAINER
         self._handlers: Mapping[object, Callable[[Body], Reply | None]] = {
             **dict.fromkeys((Question.SNAPSHOT, Question.PARITY, Question.HELD), self._of_memory),
             Question.BYE: self._take_leave,
@@ -240,8 +249,7 @@ class ControlHandlers:
         Args:
             serves: what is in memory is for the restarted training; else that was closed, and nothing is served.
         """
-        self._serves = serves
-        self._attended = False
+        self._use = MemoryUse.RESTART if serves else MemoryUse.CLOSED
 
     def answer(self, request: Body) -> Reply | None:
         """See `Answer`."""
@@ -249,10 +257,10 @@ class ControlHandlers:
 
     def _of_memory(self, request: Body) -> Reply | None:
         """The reply to what is only served once the trainer is gone; None: what it sent last is still to come."""
-        if self._attended and not self._trainer_lives():
+        if self._use is MemoryUse.TRAINER and not self._trainer_lives():
             return None
-        if self._attended or not self._serves:
-            why = "its trainer is alive" if self._attended else "the run was closed"
+        if self._use is not MemoryUse.RESTART:
+            why = "its trainer is alive" if self._use is MemoryUse.TRAINER else "the run was closed"
             return Reply({"held": [], "why": why}) if request["what"] == Question.HELD else nothing(why)
         if request["what"] == Question.HELD:
             return self._list()
@@ -291,18 +299,23 @@ class ControlHandlers:
 
     def _pass_on(self, request: Body) -> Reply:
         who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
-        return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(request["what"], who)})
+        return Reply(
+            {
+                "trainer": self._use is MemoryUse.TRAINER
+                and self._trainer_lives()
+                and self._forward(request["what"], who)
+            }
+        )
 
     def _flushed(self, _: Body) -> Reply:
-        if not (self._attended and self._trainer_lives()):
+        if not (self._use is MemoryUse.TRAINER and self._trainer_lives()):
             return Reply({"step": None, "why": "its trainer is gone: what it left becomes durable anyway"})
         step = self._queue.flush()
         return Reply({"step": step} if step is not None else {"step": None, "why": "no snapshot is in memory"})
 
     def _take_leave(self, _: Body) -> Reply | None:
-        if self._attended:
+        if self._use is MemoryUse.TRAINER:
             return Reply({"ok": False}) if self._trainer_lives() else None
-        self.said_bye = True
         self._queue.held.let_go()
         self._bye()
         return Reply({"ok": True})
@@ -312,7 +325,7 @@ class ControlHandlers:
         return Reply(
             {
                 "pid": os.getpid(),
-                "trainer": self._attended and self._trainer_lives(),
+                "trainer": self._use is MemoryUse.TRAINER and self._trainer_lives(),
                 "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
                 "held_created": None if newest is None else newest.job.created,
                 "beat": (beat := self._queue.held.beat) and asdict(beat),

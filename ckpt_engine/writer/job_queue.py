@@ -19,7 +19,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.hooks import Hooks
-from ckpt_engine.writer.memory_rescue import MemoryRescue
+from ckpt_engine.writer.memory_rescue import MemoryRescue, TrainerLife
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
 from ckpt_engine.writer.messages import Body, Kind
 from ckpt_engine.writer.persister import Emit, Persister
@@ -180,12 +180,13 @@ class JobQueue(threading.Thread):
         self._hooks.ending = ending
         with self._changed:
             newest = self.held.newest
-            self.rescue.is_written = ending != GONE and newest is not None and newest.durable
+            is_written = ending != GONE and newest is not None and newest.durable
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
                 self._todo = deque(one for one in self._todo if one.order is newest)
             self._intake.close()  # memory that no order needs
-            self._finishing = self.rescue.is_abandoned = True
+            self.rescue.trainer = TrainerLife.WRITTEN if is_written else TrainerLife.GONE
+            self._finishing = True
             self.persister.leave_alone()
             self._changed.notify()
         if self.persister.config.memory:
@@ -238,7 +239,7 @@ class JobQueue(threading.Thread):
         with self._changed:
             self._todo.clear()
             self._intake.close()
-            if not self.rescue.is_abandoned:
+            if self.rescue.trainer is TrainerLife.PRESENT:
                 self.held.close()
 
     def _open(self) -> Started | None:

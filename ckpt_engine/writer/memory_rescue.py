@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.writer.memory_snapshots import MemorySnapshots, StagedJob
@@ -19,6 +20,17 @@ RESCUE_SECONDS = 30.0
 """How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
 _AGAIN_SECONDS = 2.0
 _SEAL_SECONDS = 600.0
+
+
+class TrainerLife(Enum):
+    """What the end of the trainer means for what is in memory."""
+
+    PRESENT = auto()
+    """It lives, or has closed the run."""
+    GONE = auto()
+    """It has left what is in memory to its writer."""
+    WRITTEN = auto()
+    """The same, but it has ended as it said, and its newest share is written."""
 
 
 @dataclass(eq=False)
@@ -32,9 +44,8 @@ class MemoryRescue:
         caught_up: waits until everything that the trainer has sent so far was taken in; whether that is so.
 
     Attributes:
-        is_abandoned: the trainer is gone.
+        trainer: whether it is gone.
         is_hurried: the process is to end soon.
-        is_written: the trainer has ended as it said, and its newest share is written.
         ended_at: since when nothing is left to rescue, in monotonic seconds.
     """
 
@@ -42,9 +53,8 @@ class MemoryRescue:
     persister: Persister
     changed: threading.Condition
     caught_up: Callable[[], bool]
-    is_abandoned: bool = field(default=False, init=False)
+    trainer: TrainerLife = field(default=TrainerLife.PRESENT, init=False)
     is_hurried: bool = field(default=False, init=False)
-    is_written: bool = field(default=False, init=False)
     ended_at: float | None = field(default=None, init=False)
 
     @property
@@ -84,11 +94,11 @@ class MemoryRescue:
         orders = self.held.all_held()
         for order in orders:
             order.unchanged = self.held.keeps
-        if orders and (not orders[0].durable or (self.is_abandoned and self.may_lose)):
-            if self.is_abandoned:
+        if orders and (not orders[0].durable or (self.trainer is not TrainerLife.PRESENT and self.may_lose)):
+            if self.trainer is not TrainerLife.PRESENT:
                 self.held.sealed.wait(_SEAL_SECONDS)
             self._insist(orders)
-        if self.is_written and orders:
+        if self.trainer is TrainerLife.WRITTEN and orders:
             with suppress(CkptError):  # the tier does not answer: it stays for the next trainer
                 if self.persister.exists(orders[0].snapshot or ""):
                     self.held.let_go()
@@ -99,6 +109,6 @@ class MemoryRescue:
         while not self.persister.recover(orders):
             with self.changed:
                 left = deadline - time.monotonic()
-                if not self.is_abandoned or self.is_hurried or self.held.unwanted or left <= 0:
+                if self.trainer is TrainerLife.PRESENT or self.is_hurried or self.held.unwanted or left <= 0:
                     return
                 self.changed.wait_for(lambda: self.is_hurried, min(_AGAIN_SECONDS, left))

@@ -142,20 +142,24 @@ class Ids:
     """
 
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _seq: int = field(default=0, init=False)
-    begun: bool = field(default=False, init=False)
-    """Whether `begin` was called."""
+    _seq: int | None = field(default=None, init=False)
+    """The number of the next snapshot; None: `begin` was not called yet."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._seq is not None
 
     def begin(self, seq: int) -> None:
         """Snapshots get `seq` and higher numbers."""
         with self._lock:
-            self._seq = max(self._seq, seq)
-        self.begun = True
+            self._seq = max(self._seq or 0, seq)
 
     def of(self, order: StagedJob) -> str:
         """The id of `order`: the one it has, or a new one, higher than all before."""
         with self._lock:
             if order.snapshot is None:
+                assert self._seq is not None
                 # The parent may come from a tier that did not answer at the start.
                 self._seq = max(self._seq, names.seq_of(order.job.parent) + 1)
                 order.snapshot = names.snapshot_id(self._seq, order.job.step)

@@ -38,8 +38,8 @@ class NodeMemberTier(CopyTarget):
         self._ranks = ranks
         self._pause = _DUE_LOOKS.first_seconds
         self._last_seq = -1
-        self._was_held = False
-        self._free_since = 0.0
+        self._unasked_from: float | None = None
+        """When a free lease there begins to mean that rank 0 wants nothing more; None: it was not asked for yet."""
 
     def advance(self) -> float | None:
         self.place.copy_lane.progress.moved()
@@ -71,10 +71,11 @@ class NodeMemberTier(CopyTarget):
     def _is_unasked(self) -> bool:
         """Whether rank 0's writer has ended: it gives back the lease when it wants nothing more."""
         if read_holder(self.place.copies) is not None:
-            self._was_held, self._free_since = True, 0.0
+            self._unasked_from = 0.0
             return False
-        self._free_since = self._free_since or time.monotonic()
-        return self._was_held or time.monotonic() - self._free_since > UNHELD_SECONDS
+        if self._unasked_from is None:
+            self._unasked_from = time.monotonic() + UNHELD_SECONDS
+        return time.monotonic() > self._unasked_from
 
     def _answer(
         self,

@@ -40,10 +40,11 @@ from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.crash_recovery import CrashRecovery, There
+from ckpt_engine.writer.lease_wait import waiting
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.mend_damage import complete_parity, mend_damage
 from ckpt_engine.writer.messages import Body, Kind
-from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
+from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of
 from ckpt_engine.writer.pulse import SpentTimes
 from ckpt_engine.writer.row_file import RowFile
 from ckpt_engine.writer.run_records import Unfinished
@@ -267,7 +268,7 @@ class Persister:
             self._begin_secondary(started)
         self.ids.begin(max(started.first_seq, self.secondary.next_seq()))
         try:
-            self._lane.call(self.primary.sweep)
+            self._lane.call(self.primary.retention.sweep)
         except StorageStalledError as err:
             self._primary_failed(err)
         if self._parity is not None:
@@ -364,8 +365,8 @@ class Persister:
         if not self._lane.call(partial(self.primary.commit_shares, snapshot)):
             return False
         order.durable = True
-        if (event := self.primary.left.get(snapshot)) is not None:
-            self._report.emit(event)
+        if (left := self.primary.left.get(snapshot)) is not None:
+            self._report.emit(left[0])
             self._committed(snapshot)
         return True
 
@@ -407,7 +408,7 @@ class Persister:
             return self._in_lane(self._lane, staged, partial(self.primary.write, staged)), True
         except Exception as err:
             if isinstance(err, StorageError):
-                self.primary.swept = False
+                self.primary.retention.swept = False
             elsewhere = self._make_durable_elsewhere(staged, err)
             if elsewhere is None:
                 raise
@@ -450,7 +451,8 @@ class Persister:
 
     def _prune(self, newest: str) -> None:
         """What follows a commit."""
-        protected = {} if self.primary.keeps_all or not self.secondary.replicators else self.secondary.protected()
+        retention = self.primary.retention
+        protected = {} if retention.keeps_all or not self.secondary.replicators else self.secondary.protected()
         self._held_back = newest if protected else None
         try:
             self._lane.call(partial(self.primary.prune, newest, protected))

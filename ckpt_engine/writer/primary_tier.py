@@ -6,14 +6,11 @@ of a snapshot.
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from ckpt_engine.copy.add_parity import copy_manifests, more_bytes
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
@@ -33,21 +30,16 @@ from ckpt_engine.errors import (
     StorageFullError,
     StorageMissingError,
 )
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
+from ckpt_engine.observe.events import Event, SnapshotCommitted
 from ckpt_engine.observe.reporter import Reporter
-from ckpt_engine.observe.units import duration
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.data_files import lacking
-from ckpt_engine.store.lease import acquire, read_holder, way_out_of_links
-from ckpt_engine.store.lease_holder import Lease, LeaseHolder, ProcessIdentity
-from ckpt_engine.store.lock_scope import lockable
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import RAW, Line, Manifest
-from ckpt_engine.store.object_lease import LOOK_SECONDS, Record
 from ckpt_engine.store.protection import begin
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import RESERVE_BYTES
 from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
-from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader
 from ckpt_engine.undo import on_failure
@@ -67,6 +59,148 @@ def policy_of(config: WriterConfig, say: Callable[[str], object]) -> RetentionPo
         return policy
     say(f"{config.url} is this node's own: keep.components does nothing there")
     return replace(whole, components={})
+
+
+class PrimaryRetention:
+    """What is removed at the nearest tier: snapshots for room, or as `keep` says, and what writers that died have left.
+
+    Nothing is where another rank has the lease. `settle_at` MUST come first.
+
+    Args:
+        finish: how snapshots are committed there.
+        made_room: takes the snapshots that had to go for the next one.
+    """
+
+    def __init__(
+        self,
+        config: WriterConfig,
+        policy: RetentionPolicy,
+        finish: CommitStrategy,
+        report: Reporter,
+        made_room: Callable[[Sequence[str]], object],
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._finish = finish
+        self._report = report
+        self._made_room = made_room
+        self.swept = self._warned = False
+        """What earlier writers have left was removed; to be unset where the disk is full, or has failed."""
+        self._common_seq = 0
+        self._lacked: set[str] = set()
+        self._line: Line | None = None
+
+    def settle_at(self, repository: Repository, lease: Lease | None) -> None:
+        """Work on this one from now on. `lease`: None: another rank has it."""
+        self._repository, self._lease = repository, lease
+        days = Retention.of(self._policy).protect_days
+        if lease is not None and days + repository.require_record().protect_days:
+            begin(repository, days, self._report.warn)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is removed here but for room."""
+        return self._lease is None or isinstance(self._policy, KeepAll)
+
+    def learn(self, line: Line, common: str | None, lacked: Sequence[str]) -> None:
+        """See `PrimaryTier.learn`."""
+        self._line = line
+        self._lacked.update(lacked)
+        self._common_seq = max(self._common_seq, names.seq_of(common))
+
+    def _unsure(self) -> dict[str, str]:
+        """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
+        if not self._config.ranks.places:
+            return {}
+        ids = self._repository.ids()
+        self._lacked.intersection_update([one.id for one in ids])
+        unsure = [one for one in ids if one.seq >= self._common_seq and one.id not in self._lacked]
+        return {one.id: "nothing newer is known to be on all nodes" for one in unsure}
+
+    def make_room(self, contents: RawContents, verified: Sequence[str], *, full: bool = False) -> bool:
+        """Before a write; whether something has gone. `verified`, `full`: see `make_room.make_room`."""
+        if self._lease is None:
+            return False
+        repository, nbytes = self._repository, contents.new_bytes
+        if self._finish.is_shared:  # shares are equal, and what others spare is not known
+            nbytes = contents.staged.nbytes * len(self._config.ranks.members)
+        if self._config.parity is not None:
+            nbytes += more_bytes(self._config.parity, nbytes)
+        if not self._warned:
+            self._warned = True
+            if (short := shortage(repository, self._policy, nbytes)) is not None:
+                self._report.warn(f"{repository.storage.url}: {short}")
+        free_bytes = repository.storage.capabilities.free_bytes()
+        # So much beside the data is more than any manifest takes.
+        plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
+        if plenty and Retention.of(self._policy).limits == ByteLimits():
+            return False
+        coming = contents.manifest()
+        room = make_room(
+            repository,
+            self._lease,
+            self._policy,
+            nbytes + len(manifest_codec.encode(coming)),
+            line=coming.info.line,
+            incoming=coming.info,
+            protected=self._unsure(),
+            verified=verified,
+            in_flight=self._finish.in_flight,
+            full=full,
+        )
+        if room is None:
+            return False
+        self._made_room(room.plan.remove)
+        self._report.emit_all(room.events(self._config.url))
+        if room.plan.gave_way:
+            self._report.failed(
+                "keep",
+                f"{self._config.url} is full: older snapshots that `keep` wants give way to newer ones; free space, or "
+                "keep fewer. Pinned ones stay",
+            )
+        return bool(room.forgotten)
+
+    def sweep(self) -> None:
+        """Remove what writers that died have left behind, and make up for copies of manifests; once. Never raises."""
+        if self.swept or self._lease is None:
+            return
+        self.swept = True
+        try:
+            with where_permitted(self._repository, self._report.warn):
+                collected = collect(self._repository, self._lease, in_flight=self._finish.in_flight)
+                self._report.emit_all(collected.events(self._config.url))
+                if self._config.parity is not None:
+                    copy_manifests(self._repository)
+        except AbandonedError:
+            self.swept = False
+        except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
+            self._report.warn(f"cannot remove what earlier writers left behind: {err}")
+
+    def prune(self, newest: str, protected: Mapping[str, str]) -> None:
+        """After a commit. It is durable: nothing is its failure."""
+        if self._lease is None:
+            return
+        if self._config.parity is not None:
+            with suppress(StorageError, AbandonedError):  # the next one makes up for it
+                copy_manifests(self._repository)
+        if self.keeps_all:
+            return
+        try:
+            with suppress(AbandonedError), where_permitted(self._repository, self._report.warn):
+                pruned = prune(
+                    self._repository,
+                    self._lease,
+                    self._policy,
+                    line=self._line,
+                    protected={**protected, **self._unsure()},
+                    verified=(newest,),
+                    in_flight=self._finish.in_flight,
+                    tidy=self._finish.is_shared,  # others leave what this writer does not know of
+                )
+                self._report.emit_all(pruned.events(self._config.url))
+        except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
+            self.swept = False
+            self._report.warn(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
 
 
 class PrimaryTier:
@@ -107,21 +241,11 @@ class PrimaryTier:
         """How it is called in events."""
         self._lease = lease
         self._acquire = acquire
-        self._policy = policy
-        self.keeps_all = lease is None or isinstance(policy, KeepAll)
-        """Whether nothing is removed here but for room."""
         self._device = device_of(folder.root) if (folder := repository.storage.capabilities.locks) else None
         self._report = Reporter(emit)
-        self._made_room = made_room
         self._aside = aside
-        self.swept = self._warned = False
-        """What earlier writers have left was removed; to be unset where the disk is full, or has failed."""
-        self.left: dict[str, SnapshotCommitted] = {}
-        """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
-        self._shares: dict[str, Manifest] = {}
-        self._common_seq = 0
-        self._lacked: set[str] = set()
-        self._line: Line | None = None
+        self.left: dict[str, tuple[SnapshotCommitted, Manifest]] = {}
+        """What `leave` and `commit_shares` have made durable, by snapshot, and the share of this rank in it."""
         self.finish: CommitStrategy = ALONE
         self._freshness = Freshness(config.url)
         self._written: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest, Manifest] | None = None
@@ -138,6 +262,7 @@ class PrimaryTier:
             self.finish = Gathering(
                 ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds, self._report.warn
             )
+        self.retention = PrimaryRetention(config, policy, self.finish, self._report, made_room)
         self.settle_at(repository)
 
     def settle_at(self, repository: Repository) -> None:
@@ -146,9 +271,7 @@ class PrimaryTier:
         self.run = RunText.of(repository)
         self._known = DedupBaseline(repository, None if self.finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
-        days = Retention.of(self._policy).protect_days
-        if self._lease is not None and days + repository.require_record().protect_days:
-            begin(repository, days, self._report.warn)
+        self.retention.settle_at(repository, self._lease)
 
     def learn(self, line: Line, common: str | None, lacked: Sequence[str], damaged: Sequence[str]) -> set[str]:
         """What is written next is of this line, refers to no damaged file, and all nodes have this snapshot: what is
@@ -158,21 +281,10 @@ class PrimaryTier:
             The damaged files that it had not reported before.
         """
         unknown = set(damaged) - self.repository.damage.found
-        self._line = line
         self.repository.damage.found.update(damaged)
         self.repository.damage.files.update(damaged)
-        self._lacked.update(lacked)
-        self._common_seq = max(self._common_seq, names.seq_of(common))
+        self.retention.learn(line, common, lacked)
         return unknown
-
-    def _unsure(self) -> dict[str, str]:
-        """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
-        if not self._config.ranks.places:
-            return {}
-        ids = self.repository.ids()
-        self._lacked.intersection_update([one.id for one in ids])
-        unsure = [one for one in ids if one.seq >= self._common_seq and one.id not in self._lacked]
-        return {one.id: "nothing newer is known to be on all nodes" for one in unsure}
 
     def check_lease(self) -> None:
         """Raises `LeaseHeldError` if the tier is not ours any more."""
@@ -187,18 +299,18 @@ class PrimaryTier:
         """
         if self._lease is not None:
             self._check_lease()
-            self.sweep()
+            self.retention.sweep()
             self._aside.waiting.moved()
-            if self.keeps_all:  # else it comes with retention
+            if self.retention.keeps_all:  # else it comes with retention
                 self.repository.write_catalog_if_due()
         self._aside.waiting.check()
         not_undone = partial(self._not_undone, staged)
         while True:
-            contents = self._contents(staged)
-            self._make_room(contents)
-            while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
+            contents: RawContents | None = None
+            # What it was to refer to may have gone for room: then more is to be written.
+            while contents is None or not contents.stands():
                 contents = self._contents(staged)
-                self._make_room(contents)
+                self.retention.make_room(contents, self._whole)
             try:
                 event, stored, whole = write_snapshot(
                     contents, self._tier, self._aside.waiting, not_undone, self.finish
@@ -206,7 +318,7 @@ class PrimaryTier:
                 break
             except StorageFullError:
                 # Of a share the others have learned that it failed. Else one more snapshot goes, and so on.
-                if self.finish.is_shared or not self._make_room(contents, full=True):
+                if self.finish.is_shared or not self.retention.make_room(contents, self._whole, full=True):
                     raise
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
@@ -222,10 +334,10 @@ class PrimaryTier:
             CkptError: it is not.
         """
         storage, snapshot = self.repository.storage, staged.snapshot
-        share = self._shares.get(snapshot)
-        if share is not None and not lacking(storage, share.files):
-            part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._config.ranks))
-            return self.left[snapshot]
+        left = self.left.get(snapshot)
+        if left is not None and not lacking(storage, left[1].files):
+            part_records.put(storage, part_records.part_of(left[1], staged.cut_layout.layout, self._config.ranks))
+            return left[0]
         plain = RawContents(staged, self.repository)
         contents = (
             plain if self._config.codec == RAW else encoded(staged, self.repository, self._config.codec, plan_alone)
@@ -233,7 +345,7 @@ class PrimaryTier:
         not_undone = partial(self._not_undone, staged)
         finish = Contributing(self._config.ranks, says_failure=False)
         event, share, _ = write_snapshot(contents, self._tier, self._aside.waiting, not_undone, finish)
-        self.left[snapshot], self._shares[snapshot] = event, share
+        self.left[snapshot] = event, share
         return event
 
     def commit_shares(self, snapshot: str) -> bool:
@@ -260,7 +372,8 @@ class PrimaryTier:
                     part_records.remove(storage, one, ranks)  # what is newer is not complete, and never will be
             self.finish.in_flight.settle(snapshot)
         if snapshot in self.left:
-            self.left[snapshot] = replace(self.left[snapshot], nbytes=whole.info.nbytes)
+            event, share = self.left[snapshot]
+            self.left[snapshot] = replace(event, nbytes=whole.info.nbytes), share
         return True
 
     def _contents(self, staged: Staged) -> RawContents:
@@ -280,91 +393,10 @@ class PrimaryTier:
         self._report.worked("older data")
         return found
 
-    def _make_room(self, contents: RawContents, *, full: bool = False) -> bool:
-        """Whether something has gone; `full`: as of `make_room`."""
-        if self._lease is None:
-            return False
-        repository, nbytes = self.repository, contents.new_bytes
-        if self.finish.is_shared:  # shares are equal, and what others spare is not known
-            nbytes = contents.staged.nbytes * len(self._config.ranks.members)
-        if self._config.parity is not None:
-            nbytes += more_bytes(self._config.parity, nbytes)
-        if not self._warned:
-            self._warned = True
-            if (short := shortage(repository, self._policy, nbytes)) is not None:
-                self._report.warn(f"{repository.storage.url}: {short}")
-        free_bytes = repository.storage.capabilities.free_bytes()
-        # So much beside the data is more than any manifest takes.
-        plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
-        if plenty and Retention.of(self._policy).limits == ByteLimits():
-            return False
-        coming = contents.manifest()
-        room = make_room(
-            repository,
-            self._lease,
-            self._policy,
-            nbytes + len(manifest_codec.encode(coming)),
-            line=coming.info.line,
-            incoming=coming.info,
-            protected=self._unsure(),
-            verified=self._whole,
-            in_flight=self.finish.in_flight,
-            full=full,
-        )
-        if room is None:
-            return False
-        self._made_room(room.plan.remove)
-        self._report.emit_all(room.events(self._config.url))
-        if room.plan.gave_way:
-            self._report.failed(
-                "keep",
-                f"{self._tier} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
-                "fewer. Pinned ones stay",
-            )
-        return bool(room.forgotten)
-
-    def sweep(self) -> None:
-        """Remove what writers that died have left behind, and make up for copies of manifests; once. Never raises."""
-        if self.swept or self._lease is None:
-            return
-        self.swept = True
-        try:
-            with where_permitted(self.repository, self._report.warn):
-                collected = collect(self.repository, self._lease, in_flight=self.finish.in_flight)
-                self._report.emit_all(collected.events(self._config.url))
-                if self._config.parity is not None:
-                    copy_manifests(self.repository)
-        except AbandonedError:
-            self.swept = False
-        except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
-            self._report.warn(f"cannot remove what earlier writers left behind: {err}")
-
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
         """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
         self._look_back()
-        if self._lease is None:
-            return
-        if self._config.parity is not None:
-            with suppress(StorageError, AbandonedError):  # the next one makes up for it
-                copy_manifests(self.repository)
-        if self.keeps_all:
-            return
-        try:
-            with suppress(AbandonedError), where_permitted(self.repository, self._report.warn):
-                pruned = prune(
-                    self.repository,
-                    self._lease,
-                    self._policy,
-                    line=self._line,
-                    protected={**protected, **self._unsure()},
-                    verified=(newest,),
-                    in_flight=self.finish.in_flight,
-                    tidy=self.finish.is_shared,  # others leave what this writer does not know of
-                )
-                self._report.emit_all(pruned.events(self._config.url))
-        except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
-            self.swept = False
-            self._report.warn(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
+        self.retention.prune(newest, protected)
 
     def _look_back(self) -> None:
         """Report what is stale in the newest snapshot, and a piece that is not as it was written; once."""
@@ -440,77 +472,8 @@ class PrimaryTier:
             self.release()
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
-        self.swept = False
+        self.retention.swept = False
         self._report.warn(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
-
-
-def waiting(
-    storage: Storage, holder: LeaseHolder, seconds: float, emit: Callable[[Event], object]
-) -> Callable[[float], None]:
-    """Sleeps, and says once for whom: the trainer waits too, and its user sees nothing else.
-
-    Args:
-        seconds: how long the lease is waited for at most.
-    """
-    said = False
-
-    def pause(pause_seconds: float) -> None:
-        nonlocal said
-        other = None if said else read_holder(storage)
-        if other is not None and other != holder:
-            said = True
-            emit(_waits_for(other, holder, storage, seconds))
-        time.sleep(pause_seconds)
-
-    return pause
-
-
-def _is_gone(other: LeaseHolder) -> bool:
-    return other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists()
-
-
-def _waits_for(other: LeaseHolder, me: LeaseHolder, storage: Storage, seconds: float) -> Notice:
-    url, wait = storage.url, duration(seconds)
-    if other.is_process_of(me):
-        return Notice(
-            "INFO", f"another writer of this process is still writing to {url}; waiting for it, at most {wait}"
-        )
-    if _is_gone(other):
-        return Notice(
-            "INFO",
-            f"process {other.pid} is gone, its writer is still writing to {url}; waiting for it, at most {wait}",
-        )
-    stop = f"`ckpt stop {url}` on {other.host} lets it save and end, or give this run another folder"
-    return Notice(
-        "WARNING",
-        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; "
-        + (way_out_of_links(storage) or stop),
-    )
-
-
-def let_finish(storage: Storage, other: LeaseHolder | None, seconds: float, emit: Callable[[Event], object]) -> None:
-    """Wait at most `seconds` for the writer of a trainer that is gone: what it still makes durable counts for a resume.
-
-    A writer that was killed too, or whose trainer lives or is on another machine, is not waited for.
-
-    Args:
-        other: who the lease there names.
-
-    Raises:
-        CkptError: it does not end, or nothing can be written there.
-    """
-    if other is None or not _is_gone(other):
-        return
-    me = LeaseHolder.current()
-    pause = waiting(storage, me, seconds, emit)
-    if lockable(storage) is not None:
-        acquire(storage, me, seconds, pause=pause).release()
-        return
-    deadline = time.monotonic() + seconds  # nothing is taken: a lease of objects takes long to take
-    while (record := Record.decode(storage.get(names.LEASE))) is not None and record.place is not None:
-        if ProcessIdentity.of(record.place.pid) != record.place or time.monotonic() >= deadline:
-            return
-        pause(LOOK_SECONDS)
 
 
 def history_of(repository: Repository) -> History | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -144,10 +145,11 @@ class Replicator(threading.Thread):
         self._tell = changed
         # Never the program's own random stream: this may run in the trainer's process.
         self._changed = threading.Condition()
-        self._woken = self._hurried = self._finishing = False
-        self._finishing_at = 0.0
+        self._woken = False
+        self._finishing_at = math.inf
+        """When `finish` was called last, in monotonic seconds."""
         self._failures = 0
-        self.health = TierHealth(tier.url, emit, fatal=tier.config.fatal)
+        self.health = TierHealth(tier.url, emit)
         self.state = TierState.COPYING
         self.idle = False
         """Nothing was wanted when it was looked at last, and nothing new has come since."""
@@ -165,7 +167,6 @@ class Replicator(threading.Thread):
         """Nothing new will come: try at once what is still wanted."""
         with self._changed:
             self._finishing_at = time.monotonic()
-            self._finishing = self._hurried = True
             self._changed.notify_all()
         self.tier.place.copy_lane.look()
 
@@ -173,7 +174,6 @@ class Replicator(threading.Thread):
         """End, leaving a copy under way unfinished."""
         self._gate.stop()
         with self._changed:
-            self._hurried = True
             self._changed.notify_all()
         self.tier.place.copy_lane.look()
 
@@ -182,6 +182,10 @@ class Replicator(threading.Thread):
         copying = self.tier.progress.copying
         if copying is not None and copying.id in snapshots:
             self._gate.drop()
+
+    @property
+    def _finishing(self) -> bool:
+        return self._finishing_at < math.inf
 
     @property
     def ended(self) -> bool:
@@ -212,7 +216,8 @@ class Replicator(threading.Thread):
         """Note that the tier failed."""
         with self._changed:
             self._failures += 1
-        self.health.failed(error, silent=self._finishing and not self.tier.config.fatal)  # the end says it
+        is_silent = self._finishing and not self.tier.config.fatal  # the end says it
+        self.health.failed(error, fatal=self.tier.config.fatal, silent=is_silent)
         self._tell()
 
     def status(self) -> TierStatus:
@@ -243,7 +248,8 @@ class Replicator(threading.Thread):
         """The thread: begins at once with whatever nearer tiers have."""
         try:
             while not self._gate.is_stopped:
-                self._sleep(self._turn())
+                finishing_at = self._finishing_at
+                self._sleep(self._turn(), finishing_at)
         finally:
             if self.state is not TierState.LEFT:
                 self._release()
@@ -316,12 +322,15 @@ class Replicator(threading.Thread):
         with suppress(StorageStalledError):  # reported as hanging, or in no hurry
             self.tier.place.copy_lane.call(asking()(self.tier.release))
 
-    def _sleep(self, seconds: float | None) -> None:
+    def _sleep(self, seconds: float | None, finishing_at: float) -> None:
+        """Wait for the next attempt; `finishing_at`: as it was when the last one began."""
         with self._changed:
             # What is new does not shorten the pause after a failure.
             rests = self.state is TierState.RESTING
-            self._changed.wait_for(lambda: self._hurried or (rests and self._woken), seconds)
-            self._woken = self._hurried = False
+            self._changed.wait_for(
+                lambda: self._gate.is_stopped or self._finishing_at != finishing_at or (rests and self._woken), seconds
+            )
+            self._woken = False
             if not self._gate.is_stopped:
                 self.state = TierState.COPYING
 

@@ -69,12 +69,10 @@ class TierHealth:
 
     Args:
         emit: hears when it begins to fail, and when it works again.
-        fatal: see `TierConfig`.
     """
 
     _url: str
     _emit: Callable[[Event], object]
-    fatal: bool = field(default=False, kw_only=True)
     error: ErrorRecord | None = field(default=None, init=False)
     """What it fails with; None: it works."""
     _since: float = field(default_factory=time.time, init=False)
@@ -85,14 +83,14 @@ class TierHealth:
         """Whether what was asked of it last has not come back."""
         return self.error is not None and self.error.code == StorageStalledError.code
 
-    def failed(self, error: BaseException, *, silent: bool = False) -> None:
-        """Note that it failed; says so unless that is known."""
+    def failed(self, error: BaseException, *, fatal: bool = False, silent: bool = False) -> None:
+        """Note that it failed; says so unless that is known. `fatal`: see `TierConfig`."""
         before, record = self.error, ErrorRecord.of(error)
         if before is None:
             self._away_from, self._since = time.monotonic(), time.time()
         self.error = record
         if not silent and (before is None or before.code != record.code):
-            self._emit(TierDegraded(self._url, record.code, record.message, self.fatal))
+            self._emit(TierDegraded(self._url, record.code, record.message, fatal))
 
     def worked(self) -> None:
         """Note that it worked; says so if it was away."""

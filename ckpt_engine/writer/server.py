@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,16 @@ class PeerWatch:
         return bool(readable(timeout, self.fd))
 
 
+class Reading(Enum):
+    """How far what the trainer sends was taken in."""
+
+    UNDER_WAY = auto()
+    COMPLETE = auto()
+    """Everything: it is gone, and its memory does not change any more."""
+    CUT_SHORT = auto()
+    """It does not keep to the protocol, or has hung up and lives."""
+
+
 class Serving:
     """One trainer being served.
 
@@ -77,11 +88,12 @@ class Serving:
         self._channel = Channel(sock)
         self._queue: JobQueue | None = None
         self._control: Control | None = None
-        self._closing = self._left = False
-        self._stopped = False
+        self._parting: Kind | None = None
+        """How the trainer has said that it ends: `CLOSE`, or `LEAVE` where its memory is left to this writer."""
         self._behind: deque[threading.Event] = deque()
-        self._attending, self._read_all = True, False
+        self._reading = Reading.UNDER_WAY
         self._end_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable once what is in memory is to be served no more."""
         self._status = EXIT_OK
 
     def run(self) -> int:
@@ -89,15 +101,15 @@ class Serving:
         try:
             self._attend()
             # One that lives and has hung up tells nothing of its memory any more.
-            self._read_all = self._left or self._peer.ended()
+            has_all = self._parting is Kind.LEAVE or self._peer.ended()
         except WriterError as err:
             _complain(str(err))
-            self._status = EXIT_BROKEN
-        self._attending = False
+            self._status, has_all = EXIT_BROKEN, False
+        self._reading = Reading.COMPLETE if has_all else Reading.CUT_SHORT
         while self._behind:
             self._behind.popleft().set()
         self._channel.close()
-        if self._queue is not None and (self._left or not self._queue.ended):
+        if self._queue is not None and (self._parting is Kind.LEAVE or not self._queue.ended):
             self._status = self._drain(self._queue)
         if self._control is not None:
             self._control.close(_NAME_SECONDS)  # so that what it has just said is sent
@@ -131,11 +143,11 @@ class Serving:
         """Wait until everything that the trainer has sent so far was taken; whether that is so. Not on this thread."""
         taken = threading.Event()
         self._behind.append(taken)
-        if self._attending:
+        if self._reading is Reading.UNDER_WAY:
             self._channel.wake()
             if not taken.wait(_CATCH_UP_SECONDS):
                 return False
-        return self._attending or self._read_all
+        return self._reading is not Reading.CUT_SHORT
 
     def _take(self, item: Received) -> None:
         kind = item.body.get("kind")
@@ -146,14 +158,14 @@ class Serving:
         elif kind == Kind.LEAVE and self._queue.opened and self._queue.rescue.may_lose:
             self._leave(self._queue, item.body)
         elif kind in (Kind.CLOSE, Kind.LEAVE):
-            self._closing = True
+            self._parting = Kind.CLOSE
             self._queue.finish(failed=item.body["failed"], why=item.body["why"])
         else:
             self._queue.put(item.body, item.fds)
 
     def _leave(self, queue: JobQueue, body: Body) -> None:
         """The trainer ends, and does not touch its memory any more: everything but its end is as if it died."""
-        self._left = True
+        self._parting = Kind.LEAVE
         queue.abandon(FAILED if body["failed"] else CLOSED, body["why"])
         self._handlers.leave(serves=True)
         self._poke()
@@ -219,13 +231,13 @@ class Serving:
         if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
-        if not (self._closing or self._left):  # one is left alone below, the other was done when the trainer said so
+        if self._parting is None:  # `CLOSE` is left alone below, `LEAVE` was done when it came
             if self._peer.fd is None or self._peer.ended(_END_SECONDS):
                 queue.abandon(GONE)
             else:
                 queue.disown()  # it lives, speaks to us no more, and does with its memory what it wants
-        self._handlers.leave(serves=not self._closing)
-        if self._control is None and not self._closing:
+        self._handlers.leave(serves=self._parting is not Kind.CLOSE)
+        if self._control is None and self._parting is not Kind.CLOSE:
             self._listen()  # who had the name may be gone by now
         self._poke()
         self._heed_termination(queue)
@@ -235,11 +247,11 @@ class Serving:
             queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
             if queue.is_alive() and time.monotonic() >= deadline:
                 return EXIT_DEADLINE
-            if self._closing and (self._peer.ended() or time.monotonic() >= began + _CLOSED_SECONDS):
+            if self._parting is Kind.CLOSE and (self._peer.ended() or time.monotonic() >= began + _CLOSED_SECONDS):
                 queue.persister.leave_alone()
             if self._lingering(queue) == 0.0:
                 queue.held.let_go()
-        if not self._closing:
+        if self._parting is not Kind.CLOSE:
             self._linger(queue)
         return self._status
 
@@ -248,14 +260,14 @@ class Serving:
 
         def stop(_number: int, _frame: object) -> None:
             queue.skip_waiting()
-            self._stopped = True
             os.eventfd_write(self._end_fd, 1)
 
         if signal.SIGTERM in signal.sigpending():
             _early.append(signal.sigwait([signal.SIGTERM]))
         signal.signal(signal.SIGTERM, stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        self._stopped = self._stopped or bool(_early)
+        if _early:
+            os.eventfd_write(self._end_fd, 1)
 
     def _lingering(self, queue: JobQueue) -> float | None:
         """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
@@ -265,11 +277,9 @@ class Serving:
 
     def _linger(self, queue: JobQueue) -> None:
         """Serve what is in memory, as long as it may be wanted."""
-        while not (self._stopped or self._handlers.said_bye or self._control is None or queue.held.newest is None):
-            left = self._lingering(queue)
-            if not left:
+        while self._control is not None and queue.held.newest is not None and (left := self._lingering(queue)):
+            if readable(left, self._end_fd):
                 return
-            readable(left, self._end_fd)
 
 
 def main(arguments: list[str]) -> int:

@@ -17,16 +17,12 @@ FILES = [
 ]
 FOUND = attributes_of(map(tree_of, FILES))
 MOST_FLAGS, MOST_NAMES = 3, 15
-FLAGS = {
-    "Replicator": 5,
-    "Serving": 5,
-    "Tenure": 4,
-}
+FLAGS = {"Tenure": 4}
 """Classes with more attributes that are true or false."""
 NAMES = {
     "SharedCadence": 48,
     "Cadence": 38,
-    "PrimaryTier": 24,
+    "PrimaryTier": 16,
     "FitRun": 18,
     "Training": 27,
     "FitResume": 18,
@@ -34,7 +30,7 @@ NAMES = {
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 16, "ckpt_engine/writer": 40}
+LIFE = {"ckpt_engine/loop": 16, "ckpt_engine/writer": 24}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

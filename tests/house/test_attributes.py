@@ -27,14 +27,13 @@ FLAGS = {
 }
 """Classes with more attributes that are true or false."""
 NAMES = {
-    "SharedCadence": 48,
-    "Cadence": 38,
+    "SharedCadence": 20,
     "PrimaryTier": 24,
     "FitRun": 21,
-    "Training": 27,
+    "Training": 20,
     "Epoch": 25,
     "FitResume": 18,
-    "SimulatedJob": 22,
+    "SimulatedJob": 20,
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""

@@ -105,7 +105,7 @@ class Loop:
         while taken < steps:
             next(self._steps)
             taken += 1
-            if self.cadence is not None and self.cadence._in_flight:
+            if self.cadence is not None and self.cadence._snapshots.in_flight:
                 steps = taken + 1 + AFTER
         return taken
 

@@ -186,7 +186,7 @@ def job(hidden: Callable[[int], HiddenRate], days: float, policy: Policy | float
 
     def planner(asked: FrequencySettings, clock: Clock) -> OraclePlanner:
         return OraclePlanner(
-            asked, lambda: clock.monotonic() - made.origin, truth.at, lambda _: (STALL, 0.0), wanted, most
+            asked, lambda: clock.monotonic() - made.clock.BEGIN, truth.at, lambda _: (STALL, 0.0), wanted, most
         )
 
     made.rhythm = partial(Oracle, planner, settings)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt_engine.frequency.due_snapshot import DueSnapshot
 from ckpt_engine.frequency.failures import Evidence, FailureBelief, prior_of
-from ckpt_engine.frequency.learned import Learned, TakenSnapshot
-from ckpt_engine.frequency.measure import CLEAN_WINDOW, ENOUGH_STEPS, CostMeter, StepTimes, measured
-from ckpt_engine.frequency.policy import (
-    AdaptivePolicy,
-    Costs,
-    FarCosts,
-    FrequencyPolicy,
-    FrequencySettings,
-    MemoryRhythm,
-)
+from ckpt_engine.frequency.learned import Learned
+from ckpt_engine.frequency.measure import CLEAN_WINDOW, WARM_UP_STEPS, StepTimes, measured
+from ckpt_engine.frequency.planner import IntervalPlanner
+from ckpt_engine.frequency.policy import AdaptivePolicy, FarCosts, FrequencyPolicy, FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.triggers import (
-    ASSUMED_STALL_SECONDS,
     INTERVAL,
     REVIEW_STEPS,
     Account,
@@ -29,6 +22,7 @@ from ckpt_engine.frequency.triggers import (
     MemoryTrigger,
     Moment,
 )
+from ckpt_engine.frequency.under_way import SnapshotsUnderWay
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import (
     UNKNOWN,
@@ -44,9 +38,6 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.observe.run_times import MEASURED, hook_time
 
-WARM_UP_STEPS = 2
-RETRY_SECONDS = 10.0
-_MOST_IN_FLIGHT = 64
 _NOT_STARTED = 1 << 62
 """No step follows on it: the first boundary begins."""
 
@@ -76,52 +67,30 @@ class Cadence:
 
     policy_of: Callable[[FrequencySettings], FrequencyPolicy] = AdaptivePolicy
     """What decides from costs and failure rates; made again where the settings change."""
-    idle_seconds = 0.0
-    """How long ranks have waited for each other, see `ranks.world.Waits`."""
 
     def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, ranks: int = 1) -> None:
         self._settings = settings
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
-        self._policy = self.policy_of(settings)
         self.adaptive = AdaptiveTrigger(settings)
         self._memory = MemoryTrigger(settings.memory or MemoryRhythm())
-        self._far: FarCosts | None = None
-        self._ranks = ranks
-        self._evidence = Evidence(prior_of(settings.mtbf_seconds, ranks))
-        self._began = self._now()
-        self._background_seconds = 0.0
-        self._meter = CostMeter()
+        self._due = DueSnapshot()
+        now = self._now()
+        evidence = Evidence(prior_of(settings.mtbf_seconds, ranks), began=now)
+        self._planner = IntervalPlanner(self.policy_of(settings), evidence, ranks)
         self._steps = StepTimes()
         self._account = Account()
-        self._step_seconds = 0.0
-        self._decided: object = None
-        self.overtaken = 0
-        """Snapshots that were not taken, because the next one was due before a slot was free."""
-        self._begin(0, self._began)
-        self._next = _NOT_STARTED
+        self._begin(0, now)
+        self._account.next_step = _NOT_STARTED
 
     def _begin(self, step: int, now: float) -> None:
         self._steps = StepTimes(self._steps.prior, WARM_UP_STEPS)
-        self._account = Account(self._account.earlier)
+        self._account.restart(step, now, hook_time.seconds)
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
         self.adaptive.restart(step)
         self._memory.restart(step, now)
-        self._in_flight: deque[TakenSnapshot] = deque(maxlen=_MOST_IN_FLIGHT)
-        self._settled: list[TakenSnapshot] = []
-        self._pending: str | None = None
-        self._obstacle: str | None = None
-        self._held_back = self._disturbed = False
-        self._mark = self._taken_time = self._durable_instant = now
-        self._paused = self._taken_trained = 0.0
-        self._hooked = hook_time.seconds
-        self._failures_in_a_row = 0
-        self._retry_time = -math.inf
-        self._next = step + 1
-        self._durable_step = self._quiet_step = step
-        self._wake_step: float = -1
-        self._wake_time = math.inf
-        self._memory_review = step + WARM_UP_STEPS + ENOUGH_STEPS
+        self._snapshots = SnapshotsUnderWay(step, now)
+        self._due = DueSnapshot(self._due.overtaken)
 
     # ------------------------------------------------------------------ the step
 
@@ -134,20 +103,20 @@ class Cadence:
 
     def assume(self, prior: FailureBelief) -> None:
         """What is believed of failures before there is evidence; else the settings say that."""
-        self._evidence = replace(self._evidence, prior=prior)
+        self._planner.evidence = replace(self._planner.evidence, prior=prior)
 
     def retune(self, settings: FrequencySettings) -> None:
         """Other settings from the next boundary on. What was measured stays; what was due is not any more."""
         if settings.mtbf_seconds != self._settings.mtbf_seconds:
-            self.assume(prior_of(settings.mtbf_seconds, self._ranks))
+            self.assume(prior_of(settings.mtbf_seconds, self._planner.ranks))
         self._settings = settings
-        now, step = self._now(), self._next - 1
+        now, step = self._now(), self._account.next_step - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)
-        self._policy = self.policy_of(settings)
+        self._planner.policy = self.policy_of(settings)
         self.adaptive = AdaptiveTrigger(settings)
         self.adaptive.restart(step)
-        self._pending = None
-        self._wake_step = -1
+        self._due.reason = None
+        self._due.look_now()
 
     def boundary(self, step: int) -> str | None:
         """The reason of the snapshot that is due now, or None.
@@ -156,24 +125,25 @@ class Cadence:
             step: number of the training step just completed. Repeating a number (gradient accumulation) measures
                 nothing; a jump counts as so many equal steps; going back starts the measurement again.
         """
-        now = self._now()
-        count = step + 1 - self._next
+        now, account, due = self._now(), self._account, self._due
+        count = step + 1 - account.next_step
         if count < 1:
             return self._not_ahead(step, now)
-        hooks = hook_time.seconds - self._hooked
-        self._hooked += hooks
-        self._account.hook_seconds += hooks
-        seconds = now - self._mark - self._paused - hooks
+        # Here and in `background`, at each step, a method of the account would be one more call.
+        hooks = hook_time.seconds - account.hooked
+        account.hooked += hooks
+        account.hook_seconds += hooks
+        seconds = now - account.marked - account.excluded_seconds - hooks
         if seconds < 0.0:
             seconds = 0.0
-        self._mark = now
-        self._paused = 0.0
-        self._next = step + 1
-        self._account.training_seconds += seconds
-        for _ in range(1 if count == 1 else min(count, CLEAN_WINDOW)):
-            add = self._steps.add_disturbed if self._disturbed else self._steps.add_clean
+        account.marked = now
+        account.excluded_seconds = 0.0
+        account.next_step = step + 1
+        account.training_seconds += seconds
+        for _ in (0,) if count == 1 else range(min(count, CLEAN_WINDOW)):
+            add = self._steps.add_disturbed if self._snapshots.in_flight else self._steps.add_clean
             add(seconds / count)
-        if step < self._wake_step and now < self._wake_time:
+        if step < due.look_step and now < due.look_time:
             return None
         return self._wake(step, now)
 
@@ -181,31 +151,31 @@ class Cadence:
         """Whether a snapshot that only stays in memory is due; ask after `boundary`, where no durable one was taken."""
         if self._settings.memory is None:
             return False
-        if step >= self._memory_review:
+        if step >= self._memory.review_step:
             self._decide(step)
-        return self._memory.due(step, self._now(), self._account, self._settings.budget, self._step_seconds)
+        return self._memory.due(step, self._now(), self._account, self._settings.budget, self._planner.step_seconds)
 
     def memory_over(self, step: int) -> None:
         """The snapshot that `memory_due` has asked for at `step` was taken, or cannot be."""
 
     def background(self, seconds: float) -> None:
         """Work for snapshots that no snapshot is charged for took `seconds` of training in all, until now."""
-        self._account.slowdown_seconds += seconds - self._background_seconds
-        self._background_seconds = seconds
+        self._account.slowdown_seconds += seconds - self._account.background_seconds
+        self._account.background_seconds = seconds
 
     def exclude(self, seconds: float) -> None:
         """`seconds` since the last boundary were not training: validation, logging of the user, a debugger."""
-        self._paused += measured(seconds)
+        self._account.excluded_seconds += measured(seconds)
 
     def validation_ended(self) -> None:
         """A validation ended; the snapshot it may trigger is due at the next boundary."""
         self._fixed.validation_ended()
-        self._wake_step = -1
+        self._due.look_now()
 
     def ended(self, step: int) -> str | None:
         """The reason of the snapshot due because training ends at `step`, if that work is in no snapshot yet."""
-        safe = max((snapshot.step for snapshot in self._in_flight), default=self._durable_step)
-        return self._fixed.at_end(step, safe) or (self._pending if step > safe else None)
+        safe = self._snapshots.safe_step
+        return self._fixed.at_end(step, safe) or (self._due.reason if step > safe else None)
 
     # ------------------------------------------------------------------ what became of a snapshot
 
@@ -218,44 +188,31 @@ class Cadence:
         """
         now = self._now()
         stall, wait = measured(stall_seconds), measured(wait_seconds)
-        self._paused += stall + wait
-        self._account.paused_seconds += stall + wait
-        self._held_back |= wait > 0.0
-        self.adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
-        self._in_flight.append(TakenSnapshot(step, now - stall, stall))
-        self._disturbed = True
-        self._pending = self._obstacle = None
-        self._retry_time = -math.inf
-        self._taken_time, self._taken_trained = now, self._account.training_seconds
-        self._wake_step = -1
-        self._memory.newer(step, now, self._taken_trained)
+        self._account.pause(stall + wait)
+        self._due.taken(waited=wait > 0.0)
+        self.adaptive.window_began(self._snapshots.quiet_steps(step))
+        self._snapshots.take(step, now, stall, self._account.training_seconds)
+        self._memory.newer(step, now, self._account.training_seconds)
 
     def held(self, step: int, stall_seconds: float) -> None:
         """A snapshot that only stays in memory was taken at `step`; it blocked training for `stall_seconds`."""
         stall = measured(stall_seconds)
-        self._paused += stall
-        self._account.paused_seconds += stall
+        self._account.pause(stall)
         self._memory.took(step, self._now(), self._account.training_seconds, stall)
 
     def fence(self, seconds: float) -> None:
         """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
         seconds = measured(seconds)
-        self._paused += seconds
-        self._account.paused_seconds += seconds
-        if not self._memory.fenced(seconds) and self._in_flight:
-            self._in_flight[-1].stall_seconds += seconds
+        self._account.pause(seconds)
+        if not self._memory.fenced(seconds) and self._snapshots.in_flight:
+            self._snapshots.in_flight[-1].stall_seconds += seconds
 
     def skipped(self, step: int, reason: str) -> None:
         """The due snapshot could not be taken at this boundary (`busy`, `accumulating`, ...); it stays due.
 
         It is offered again at the next boundary, after an `error` ten seconds later: trying costs a stall.
         """
-        if reason == "busy":
-            self._held_back = True
-        elif reason == "error":
-            self._retry_time = self._now() + RETRY_SECONDS
-        earlier, self._obstacle = self._obstacle, reason
-        if earlier is None:
+        if self._due.skipped(reason, self._now()):
             self._sink.emit(SnapshotSkipped(step=step, reason=reason))
 
     def committed(
@@ -268,19 +225,14 @@ class Cadence:
             busy_seconds: how long it occupied the writer; None: all of the latency.
         """
         latency = measured(latency_seconds)
-        snapshot = next((one for one in self._in_flight if one.step == step), None)
-        instant = snapshot.instant if snapshot else self._now() - latency
-        self._failures_in_a_row = 0
-        self._durable_step = max(self._durable_step, step)
-        self._durable_instant = max(self._durable_instant, instant)
         busy = latency if busy_seconds is None else measured(busy_seconds)
-        self._settle(snapshot, latency, busy, measured(written_bytes))
+        self._snapshots.commit(step, self._now(), latency, busy, measured(written_bytes))
+        self._due.look_now()
 
     def failed(self, step: int) -> None:
         """The snapshot taken at `step` will not become durable. The next one comes at the usual interval."""
-        snapshot = next((one for one in self._in_flight if one.step == step), None)
-        self._failures_in_a_row += 1
-        self._settle(snapshot, None, 0.0, 0.0)
+        self._snapshots.fail(step)
+        self._due.look_now()
 
     def emit(self, event: Event) -> None:
         """Takes the writer's events, so that a cadence can be one of the sinks; other kinds are ignored."""
@@ -289,15 +241,29 @@ class Cadence:
         elif isinstance(event, SnapshotFailed):
             self.failed(event.step)
         elif isinstance(event, AttemptsFound):
-            self._evidence = replace(self._evidence, lasted=event.lasted, failures=event.failures)
-            self._began = self._now() - event.seconds
+            self._planner.evidence = replace(
+                self._planner.evidence,
+                lasted=event.lasted,
+                failures=event.failures,
+                began=self._now() - event.seconds,
+            )
         elif isinstance(event, SnapshotReplicated):
-            self._far = FarCosts(event.sent_bytes, event.copy_seconds, event.latency_seconds)
+            self._planner.far = FarCosts(event.sent_bytes, event.copy_seconds, event.latency_seconds)
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
         self.adaptive.announce(nbytes)
         self._memory.announce(nbytes)
+
+    @property
+    def overtaken(self) -> int:
+        """Snapshots that were not taken, because the next one was due before a slot was free."""
+        return self._due.overtaken
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long ranks have waited for each other, see `ranks.world.Waits`."""
+        return 0.0
 
     @property
     def interval_steps(self) -> int | None:
@@ -327,12 +293,16 @@ class Cadence:
     @property
     def measured(self) -> Mapping[str, float]:
         """See `run_times.MEASURED`. Cheap: what a step takes is that of the newest decision."""
-        (slowdown, error), costs = self._meter.slowdown_of_all, self._meter.costs(self._step_seconds)
-        memory = 0.0 if self._settings.memory is None else self._memory.cost_seconds
-        values = (slowdown + self._background_seconds, error, costs.step_seconds, costs.stall_seconds)
+        meter = self._planner.meter
+        (slowdown, error), costs = meter.slowdown_of_all, meter.costs(self._planner.step_seconds)
+        memory = self._memory_seconds or 0.0
+        values = (slowdown + self._account.background_seconds, error, costs.step_seconds, costs.stall_seconds)
         each = (costs.slowdown_seconds, costs.latency_seconds, memory, costs.written_bytes / 1e6, self.idle_seconds)
-        steps = self._fixed.wake_step - self._next + 1
-        due = min(self._wake_time - self._mark, steps * costs.step_seconds if costs.step_seconds > 0.0 else math.inf)
+        steps = self._fixed.wake_step - self._account.next_step + 1
+        due = min(
+            self._due.look_time - self._account.marked,
+            steps * costs.step_seconds if costs.step_seconds > 0.0 else math.inf,
+        )
         shares = self.overhead_fraction, 0.0 if self._settings.overhead is None else self._settings.budget
         return dict(zip(MEASURED, (*values, *each, *shares, due if due < math.inf else 0.0), strict=True))
 
@@ -340,20 +310,20 @@ class Cadence:
     def quiet(self) -> tuple[float, float]:
         """The step and the time before which nothing is due if nothing is reported until then."""
         if self._settings.memory is None:
-            return self._wake_step, self._wake_time
-        step, time = self._memory.quiet(self._step_seconds)
-        return min(self._wake_step, self._memory_review, step), min(self._wake_time, time)
+            return self._due.look_step, self._due.look_time
+        step, time = self._memory.quiet(self._planner.step_seconds)
+        return min(self._due.look_step, self._memory.review_step, step), min(self._due.look_time, time)
 
     def age_of_last_durable(self) -> float:
         """Seconds since the instant of the newest durable snapshot, or since `start`: the work at risk."""
-        return self._now() - self._durable_instant
+        return self._now() - self._snapshots.durable_instant
 
     def state(self) -> dict[str, Any]:
         """What was learned, as JSON; store it with each snapshot (never needed to rebuild the training state)."""
         step_seconds = self._steps.step_seconds() if self._steps.known else None
-        believed, before = self._evidence.after(self._now() - self._began), self._evidence.base
-        totals = self._account.totals
-        return Learned(believed, self._meter, step_seconds, self.interval_steps, totals, before).to_json()
+        believed, before = self._planner.evidence.at(self._now()), self._planner.evidence.base
+        meter, totals = self._planner.meter, self._account.totals
+        return Learned(believed, meter, step_seconds, self.interval_steps, totals, before).to_json()
 
     def restore(self, state: Mapping[str, Any], *, failure: str = UNKNOWN) -> None:
         """Starts from what an earlier run of this training had learned. Call before `start`.
@@ -371,82 +341,58 @@ class Cadence:
             self._sink.emit(Notice("INFO", f"what the earlier run learned about snapshot costs is not usable: {err}"))
             return
         remembered = learned.failures.failed(failure) if failure else learned.failures
-        self._evidence = replace(self._evidence, remembered=remembered, before=learned.before)
-        self._meter = learned.meter
+        self._planner.evidence = replace(self._planner.evidence, remembered=remembered, before=learned.before)
+        self._planner.meter = learned.meter
         self._account.earlier = learned.account
         self._steps = StepTimes(learned.step_seconds)
 
     def _not_ahead(self, step: int, now: float) -> str | None:
         """Of `boundary` at the first step, the same one once more, or an earlier one."""
-        if step < self._next - 1:
+        if step < self._account.next_step - 1:
             self._begin(step, now)
             return None
-        return self._wake(step, now) if self._pending or self._fixed.validation_due else None
-
-    def _settle(self, snapshot: TakenSnapshot | None, latency: float | None, busy: float, written: float) -> None:
-        """Notes the end of a snapshot; it is learned from at the next boundary, when that step is measured too."""
-        if snapshot is None or any(one is snapshot for one in self._settled):
-            return
-        snapshot.latency_seconds, snapshot.busy_seconds, snapshot.written_bytes = latency, busy, written
-        self._settled.append(snapshot)
-        self._wake_step = -1
+        return self._wake(step, now) if self._due.reason or self._fixed.validation_due else None
 
     def _wake(self, step: int, now: float) -> str | None:
         """The slow path of `boundary`: something may be due, or was learned."""
-        if self._settled:
+        if self._snapshots.settled:
             self._learn(step)
-            if not self._in_flight:
-                self._disturbed = False
-                self._quiet_step = step
-        fired = self._fixed.fire(step, now)
-        self._wake_step, self._wake_time = self._fixed.wake_step, self._fixed.wake_time
-        self.overtaken += bool(fired and self._pending and self._obstacle == "busy")
-        if self._pending is None:
-            self._pending = fired or (INTERVAL if self._interval_due(step, now) else None)
-        if self._pending is None:
-            return None
-        if now < self._retry_time:
-            self._wake_time = min(self._wake_time, self._retry_time)
-            return None
-        self._wake_step = -1
-        return self._pending
+        self._due.fired(self._fixed.fire(step, now))
+        self._due.look_step, self._due.look_time = self._fixed.wake_step, self._fixed.wake_time
+        if self._due.reason is None and self._interval_due(step, now):
+            self._due.reason = INTERVAL
+        return self._due.offer(now)
 
     def _learn(self, step: int) -> None:
-        for settled in self._settled:
-            self._in_flight.remove(settled)
+        meter, snapshots = self._planner.meter, self._snapshots
+        for settled in snapshots.learn(step):
             over = math.inf if settled.latency_seconds is None else settled.instant + settled.latency_seconds
-            slowdown = self._steps.take_slowdown(0.0 if self._in_flight else max(0.0, self._mark - over))
-            self._account.slowdown_seconds += self._meter.add_cost(settled.stall_seconds, slowdown)
+            late = 0.0 if snapshots.in_flight else max(0.0, self._account.marked - over)
+            slowdown = self._steps.take_slowdown(late)
+            self._account.slowdown_seconds += meter.add_cost(settled.stall_seconds, slowdown)
             if settled.latency_seconds is not None:
-                self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
+                meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
             self.adaptive.uneven = self._steps.uneven
             self.adaptive.calibrating = not self._steps.enough_for(self._settings.budget)
-        self._settled.clear()
-        if self._held_back or self._basis() != self._decided:  # what time alone changes is for the next review
+        if self._due.held_back or self._planner.is_outdated(self._steps, self._account, self._memory_seconds):
             self._decide(step)
-        self._held_back = False
+        self._due.held_back = False
 
-    def _basis(self) -> tuple[Costs, float | None, FarCosts | None]:
-        """What a decision follows from besides failures: costs of a snapshot, of one in memory, of a further copy."""
-        self._step_seconds = self._steps.step_seconds()
-        costs = self._meter.costs(self._step_seconds, self._account.hook_share)
-        memory_seconds = None if self._settings.memory is None else self._memory.cost_seconds
-        if memory_seconds is not None and not self._meter.known:
-            costs = replace(costs, stall_seconds=memory_seconds + ASSUMED_STALL_SECONDS)
-        return costs, memory_seconds, self._far
+    @property
+    def _memory_seconds(self) -> float | None:
+        """What a snapshot costs that stays in memory; None: there are none."""
+        return None if self._settings.memory is None else self._memory.cost_seconds
 
     def _decide(self, step: int) -> None:
-        self._memory_review = step + (REVIEW_STEPS if self._steps.known else 1)
+        self._memory.review_step = step + (REVIEW_STEPS if self._steps.known else 1)
         if not self._steps.known:
             return
-        self._decided = costs, memory_seconds, far = self._basis()
-        rates = self._evidence.rates(self._now() - self._began)
-        wanted = self._policy.decide(costs, rates, memory_seconds, far)
+        wanted = self._planner.decide(self._now(), self._steps, self._account, self._memory_seconds)
         self._memory.interval_seconds, self._memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds
-        if self._settings.overhead is None or not self._meter.known:
+        if self._settings.overhead is None or not self._planner.meter.known:
             return
         before = self.adaptive.decision
-        after = self.adaptive.settle(step, wanted, held_back=self._held_back)
+        after = self.adaptive.settle(step, wanted, held_back=self._due.held_back)
         falls_short = not after.bounds.feasible and (before is None or before.bounds.feasible)
         if before is None or after.interval_steps != before.interval_steps:
             why = after.reasons if falls_short else after.why
@@ -460,14 +406,12 @@ class Cadence:
             return False
         if step >= self.adaptive.review_step or self.adaptive.decision is None:
             self._decide(step)
-        if self.adaptive.decision is None and (self._in_flight or not self._steps.known):
-            self._wake_step = min(self._wake_step, step + 1)
+        snapshots, account = self._snapshots, self._account
+        if self.adaptive.decision is None and (snapshots.in_flight or not self._steps.known):
+            self._due.look_by(step + 1, math.inf)
             return False
-        quiet = 0 if self._disturbed else step - self._quiet_step
-        safe = max([self._durable_instant, *(one.instant for one in self._in_flight)])
-        trained = self._account.training_seconds - self._taken_trained
-        moment = Moment(step, now, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
-        answer = self.adaptive.ask(moment, self._account)
-        self._wake_step = min(self._wake_step, answer.again_step)
-        self._wake_time = min(self._wake_time, answer.again_time)
+        trained, quiet = account.training_seconds - snapshots.taken_trained, snapshots.quiet_steps(step)
+        moment = Moment(step, now, snapshots.taken_time, trained, snapshots.safe_time, snapshots.failures, quiet)
+        answer = self.adaptive.ask(moment, account)
+        self._due.look_by(answer.again_step, answer.again_time)
         return answer.due

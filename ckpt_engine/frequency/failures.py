@@ -267,6 +267,7 @@ class Evidence:
         lasted, failures: of those that the nearest tier knows, as of `FailureBelief.after`.
         remembered: what the snapshot that training resumes from knew, which counts where that tier knows of none.
         before: what was believed before the first one that it knows, where another one was lost.
+        began: when the attempt under way did, on the clock whose times the methods get.
     """
 
     prior: FailureBelief
@@ -274,6 +275,7 @@ class Evidence:
     failures: tuple[str, ...] = ()
     remembered: FailureBelief | None = None
     before: FailureBelief | None = None
+    began: float = 0.0
 
     @property
     def base(self) -> FailureBelief | None:
@@ -288,17 +290,17 @@ class Evidence:
     def _shape(self) -> float:
         return believed_shape(self.lasted, self.failures)
 
-    def after(self, seconds: float) -> FailureBelief:
-        """The belief when the attempt under way has lasted so long."""
-        return self._belief.survived(seconds)
+    def at(self, now: float) -> FailureBelief:
+        """The belief where the attempt under way has lasted until now."""
+        return self._belief.survived(now - self.began)
 
-    def rates(self, seconds: float) -> Mapping[str, float]:
-        """Failures per second of each class then, from there on."""
-        belief = self.after(seconds)
+    def rates(self, now: float) -> Mapping[str, float]:
+        """Failures per second of each class from now on."""
+        belief = self.at(now)
         rates = belief.rates
         if self._shape == 1.0:
             return rates
-        factor = hazard_factor(self._shape, seconds, belief.mtbf_seconds)
+        factor = hazard_factor(self._shape, now - self.began, belief.mtbf_seconds)
         return {one: factor * rate for one, rate in rates.items()}
 
 

@@ -12,19 +12,6 @@ from ckpt_engine.frequency.measure import CostMeter, measured
 STATE_VERSION = 2
 
 
-@dataclass(slots=True, eq=False)
-class TakenSnapshot:
-    """A snapshot that is not learned from yet; the last three fields are known when it is over."""
-
-    step: int
-    instant: float
-    stall_seconds: float
-    latency_seconds: float | None = None
-    """None: it is on its way, or has failed."""
-    busy_seconds: float = 0.0
-    written_bytes: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Learned:
     """What a run knows about its failures and its snapshots; None: not known yet.

@@ -22,6 +22,7 @@ from ckpt_engine.observe.run_times import believed
 
 LATENCY_WINDOW = 4
 CLEAN_WINDOW = 512
+WARM_UP_STEPS = 2
 ENOUGH_STEPS = 5
 SHIFT_WINDOW = 16
 SHIFT = 0.25

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple, Protocol
 
-from ckpt_engine.frequency.measure import RobustBaseline
+from ckpt_engine.frequency.measure import ENOUGH_STEPS, WARM_UP_STEPS, RobustBaseline
 from ckpt_engine.frequency.policy import Decision, FrequencySettings, MemoryRhythm, left_for_snapshots, settle
 from ckpt_engine.observe.units import duration
 
@@ -276,7 +276,10 @@ class AdaptiveTrigger:
 
 
 class Account:
-    """Seconds of training and of overhead since training started.
+    """Seconds of training and of overhead since training started, up to the newest boundary.
+
+    Args:
+        earlier: clean training, overhead of snapshots and time of hooks in earlier attempts of this run.
 
     Attributes:
         training_seconds: time of all steps, pauses (stall, fence, wait) not included; written by the training thread
@@ -284,15 +287,30 @@ class Account:
         paused_seconds: stalls, fences and waits for a slot.
         slowdown_seconds: how much longer disturbed steps were, as `CostMeter` believes it of each snapshot.
         hook_seconds: what the engine's hooks took at each step, whether a snapshot followed or not.
-        earlier: clean training, overhead of snapshots and time of hooks in earlier attempts of this run.
+        background_seconds: what work for snapshots took that no snapshot is charged for; `slowdown_seconds` has it.
+        next_step: the one under way.
+        marked: when it began, at the newest boundary.
+        excluded_seconds: of the time since then that is not training.
+        hooked: what hooks had taken until then, since the process began.
     """
 
     def __init__(self, earlier: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> None:
-        self.training_seconds = self.paused_seconds = self.slowdown_seconds = self.hook_seconds = 0.0
         self.earlier = earlier
+        self.background_seconds = 0.0
+        self.restart(0, 0.0, 0.0)
+
+    def restart(self, step: int, now: float, hooked: float) -> None:
+        """Training starts or resumes at `step`: nothing is spent."""
+        self.training_seconds = self.paused_seconds = self.slowdown_seconds = self.hook_seconds = 0.0
+        self.next_step, self.marked, self.hooked, self.excluded_seconds = step + 1, now, hooked, 0.0
         self._credit: float | None = None
         self._clean = 0.0
         self._spent = 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Snapshots have blocked the step under way for so long."""
+        self.excluded_seconds += seconds
+        self.paused_seconds += seconds
 
     @property
     def spent_seconds(self) -> float:
@@ -354,6 +372,7 @@ class MemoryTrigger:
     Attributes:
         interval_seconds: the interval in force, in seconds of training; infinite: none is due.
         limit_seconds: the most work that a failure may cost which leaves memory alive.
+        review_step: when to decide again, where no durable snapshot has led to it before.
     """
 
     def __init__(self, rhythm: MemoryRhythm) -> None:
@@ -364,6 +383,7 @@ class MemoryTrigger:
 
     def restart(self, step: int, now: float) -> None:
         """Training starts or resumes at `step`; what one costs stays known."""
+        self.review_step = step + WARM_UP_STEPS + ENOUGH_STEPS
         self._open_seconds: float | None = None
         self._step, self._time, self._trained = step, now, 0.0
 

@@ -496,10 +496,14 @@ class SharedCadence(Cadence):
         self._in_memory: int | None = None
         """The step after which all ranks take a snapshot into memory."""
 
+    @property
+    def idle_seconds(self) -> float:
+        return self.together.waits.seconds
+
     def start(self, step: int) -> None:
         super().start(step)
         if self._engine.replicates and self._engine.loaded is not None:
-            self._pending = RESUME  # no other machine has a copy of what these ranks have
+            self._due.reason = RESUME  # no other machine has a copy of what these ranks have
         self.together.start(step)
 
     def stop(self, step: int, own: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> Stop | None:
@@ -533,7 +537,7 @@ class SharedCadence(Cadence):
     def boundary(self, step: int) -> str | None:
         decision, self._decision = self._decision, None
         if decision is None or decision.reason is None:
-            self._lead(step)
+            self._lead_on(step)
             return None
         self._counted = self._engine.count
         if decision.reason == MEMORY:
@@ -546,7 +550,7 @@ class SharedCadence(Cadence):
 
     def memory_over(self, step: int) -> None:
         self._settle_memory()
-        self._lead(step)
+        self._lead_on(step)
 
     def taken(self, step: int, stall_seconds: float, wait_seconds: float = 0.0) -> None:
         super().taken(step, stall_seconds, wait_seconds)
@@ -580,11 +584,7 @@ class SharedCadence(Cadence):
     def _done(self, step: int) -> None:
         if self._counted is not None:
             self._counted = None
-            self._lead(step)
-
-    def _lead(self, step: int) -> None:
-        self._lead_on(step)
-        self.idle_seconds = self.together.waits.seconds
+            self._lead_on(step)
 
 
 def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cadence:

@@ -158,7 +158,7 @@ def simulate(
 def _far(what: str, job: SimulatedJob) -> str:
     return (
         f"ckpt plan: simulating {job.seconds / DAY:.3g} days: {what} … "
-        f"{units.share((job.clock.now - job.origin) / job.seconds)}"
+        f"{units.share((job.clock.now - job.clock.BEGIN) / job.seconds)}"
     )
 
 
@@ -175,7 +175,7 @@ def planned_run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:
         overhead=(job.stalled + job.slowed) / job.seconds,
         interval_seconds=job.seconds / job.taken if job.taken else None,
         failures=len(lost),
-        tiers=(per_day * job.written, *(per_day * tier.copied for tier in job.further)),
+        tiers=(per_day * job.written, *(per_day * tier.copied for tier in job.tiers)),
     )
 
 

@@ -15,10 +15,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
+from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.failures import Failures
+from ckpt_engine.frequency.measure import WARM_UP_STEPS
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.observe.clock import Clock
@@ -36,7 +38,8 @@ Rule = Callable[[Costs, float], float]
 class VirtualClock:
     """A clock that only moves when it is set."""
 
-    now: float = 1000.0
+    BEGIN = 1000.0
+    now: float = BEGIN
 
     def monotonic(self) -> float:
         return self.now
@@ -142,7 +145,7 @@ class Training:
         memory_stall: of a snapshot that stays in memory, where `settings` want some.
         nbytes: that a snapshot writes.
         rhythm: None: the cadence of this project; a `Cadence` of somebody else's is treated as that.
-        first, useful: the step that it resumes from, and the useful work in it; `clock` says when.
+        step, useful: done so far, and the seconds of useful work in them: at first what it resumes from.
         arrived: hears of each snapshot that is durable on the nearest tier, and when.
         most: boundaries that are looked at; it ends early after those.
         sink: gets what the cadence says.
@@ -157,35 +160,40 @@ class Training:
     nbytes: int = 10**9
     rhythm: Callable[[Clock, EventSink], SnapshotTimer] | None = None
     clock: VirtualClock = field(default_factory=VirtualClock)
-    first: int = 0
+    step: int = 0
     useful: float = 0.0
     arrived: Callable[[Point, float], None] = lambda _point, _now: None
     most: float = math.inf
     sink: EventSink = field(default_factory=FanOutSink)
 
     def __post_init__(self) -> None:
-        made = None if self.rhythm is None else self.rhythm(self.clock, self.sink)
-        self.cadence = made if isinstance(made, Cadence) else Cadence(self.settings, self.clock, self.sink)
-        self.policy: SnapshotTimer = made or self.cadence
-        # What drives is a cadence: it takes snapshots into memory too, and has a memory of earlier lives.
-        self.learns = self.policy is self.cadence
+        ours = partial(Cadence, self.settings)
+        self.policy: SnapshotTimer = (self.rhythm or ours)(self.clock, self.sink)
         self.step_seconds, self.stall, self.persist, self.memory_stall = map(
             _snapped, (self.step_seconds, self.stall, self.persist, self.memory_stall)
         )
-        # What a step takes while a persist is active.
-        self.slowed_seconds = _snapped(self.step_seconds * max(1.0, self.slowdown))
-        self.step = self.first
         # Snapshot, begin and end of the persist.
         self.queue: deque[tuple[Point, float, float]] = deque()
-        self.clean_seconds = self.training_seconds = self.stalled_seconds = 0.0
+        self.stalled_seconds = 0.0
         self.in_memory: Point | None = None
-        self.snapshots = self.written = self.looked = 0
-        self.policy.start(self.first)
+        self.snapshots = self.looked = 0
+        self.policy.start(self.step)
+
+    @property
+    def learns(self) -> bool:
+        """What drives is a cadence: it takes snapshots into memory too, and has a memory of earlier lives."""
+        return isinstance(self.policy, Cadence)
+
+    @property
+    def cadence(self) -> Cadence:
+        """What drives, where that is a cadence."""
+        assert isinstance(self.policy, Cadence)
+        return self.policy
 
     @property
     def here(self) -> Point:
         """What a snapshot now would hold."""
-        return Point(self.step, self.clock.now, self.useful + self.clean_seconds)
+        return Point(self.step, self.clock.now, self.useful)
 
     def live(self, until: float, last_step: float = math.inf) -> Training:
         """Up to the last boundary before that time of the clock, or to that of a step."""
@@ -217,11 +225,11 @@ class Training:
     @property
     def _each(self) -> float:
         """What a step takes now, as long as nothing happens."""
-        return self.slowed_seconds if self.queue else self.step_seconds
+        return _snapped(self.step_seconds * max(1.0, self.slowdown)) if self.queue else self.step_seconds
 
     def _leap(self, last_step: float, end: float) -> int:
         """How many steps end before anything happens, the last of them at the latest when something does."""
-        if self.step < self.first + WARM_UP_STEPS:
+        if self.looked < WARM_UP_STEPS:
             return 1
         quiet_step, quiet_time = self.policy.quiet
         limit = min(quiet_time, end)
@@ -237,8 +245,7 @@ class Training:
         self._trained(count, clean, end)
 
     def _trained(self, count: int, clean: float, end: float) -> None:
-        self.clean_seconds += clean
-        self.training_seconds += end - self.clock.now
+        self.useful += clean
         self.clock.now = end
         self.step += count
 
@@ -259,7 +266,6 @@ class Training:
             self._persisted(*self.queue.popleft())
 
     def _persisted(self, point: Point, begin: float, end: float) -> None:
-        self.written += 1
         self.policy.committed(point.step, end - point.instant, self.nbytes, end - begin)
         self.arrived(point, end)
 
@@ -317,7 +323,7 @@ class SimulatedJob:
         seconds: how long the job lasts, failures included; less than that is left where `most` ends it.
         restart: what follows a failure.
         training: options of `Training`, those that this class gives excepted.
-        tiers: beyond the nearest durable one.
+        tiers: beyond the nearest durable one; each job has its own.
         rhythm: of each life; None: the cadence of this project, which takes over what the life before had learned.
         most: boundaries that are looked at, failures and lives (`LIFE_BOUNDARIES` each), until it ends.
     """
@@ -332,11 +338,10 @@ class SimulatedJob:
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
-        self.origin = self.clock.now
         # What training resumes from.
-        self.base = Point(0, self.origin, 0.0)
+        self.base = Point(0, self.clock.BEGIN, 0.0)
         self.durable = self.base
-        self.further = [replace(tier) for tier in self.tiers]
+        self.tiers = [replace(tier) for tier in self.tiers]
         # What the writers record, oldest first.
         self.rows: list[Attempt] = []
         # Of each failure the class, and the useful seconds that it has cost.
@@ -353,7 +358,7 @@ class SimulatedJob:
         return self.base.useful / self.seconds
 
     def run(self) -> SimulatedJob:
-        end, failed = self.origin + self.seconds, self.origin
+        end, failed = self.clock.BEGIN + self.seconds, self.clock.BEGIN
         while self.clock.now < end and self.looked < self.most:
             gap, kind = next(self.failures)
             failed += max(gap, GRID_SECONDS)
@@ -365,7 +370,7 @@ class SimulatedJob:
                 break
             self.clock.now = _snapped(failed + self.restart.down[kind])
             self.cycles.append((self.clock.now, self.base.useful))
-        self.seconds = min(self.seconds, self.clock.now - self.origin)
+        self.seconds = min(self.seconds, self.clock.now - self.clock.BEGIN)
         return self
 
     def _live(self, death: float, kind: str) -> bool:
@@ -381,7 +386,7 @@ class SimulatedJob:
         training = self._begin(
             rhythm=self.rhythm,
             clock=self.clock,
-            first=self.base.step,
+            step=self.base.step,
             useful=self.base.useful,
             arrived=self._arrived,
             most=self.most - self.looked,
@@ -396,19 +401,24 @@ class SimulatedJob:
         # What a lost machine has recorded last is as old as the newest heartbeat.
         known = began + (death - began) // BEAT_SECONDS * BEAT_SECONDS if kind in (MACHINE, SITE) else death
         training.live(known, self.reached)
-        again = training.training_seconds
+        again = self.clock.now - ready - training.stalled_seconds
         training.live(known)
-        times |= {"training": training.training_seconds - again, "replay": again, "stall": training.stalled_seconds}
+        trained = self.clock.now - ready - training.stalled_seconds
+        times |= {"training": trained - again, "replay": again, "stall": training.stalled_seconds}
         times |= training.cadence.measured if training.learns else {}
         reached = training.step
-        if training.live(death).looked >= training.most:
+        training.live(death)
+        self.slowed += self.clock.now - ready - training.stalled_seconds - (training.useful - self.base.useful)
+        if training.looked >= training.most:
             known, death, kind = self.clock.now, self.clock.now, ""
         training.die(death)
         self._record(began, known if kind in (MACHINE, SITE) else death, kind, times, reached)
         self.reached = max(self.reached, reached)
-        self.taken, self.written = self.taken + training.snapshots, self.written + training.written
+        self.taken, self.written = (
+            self.taken + training.snapshots,
+            self.written + training.snapshots - len(training.queue),
+        )
         self.stalled += training.stalled_seconds
-        self.slowed += training.training_seconds - training.clean_seconds
         if training.learns:
             self._state = training.cadence.state()
         self._go_back(training, kind, death)
@@ -420,7 +430,7 @@ class SimulatedJob:
 
     def _arrived(self, point: Point, now: float) -> None:
         self.durable = point
-        for tier in self.further[:1]:
+        for tier in self.tiers[:1]:
             tier.committed(point, now)
 
     def _go_back(self, training: Training, kind: str, death: float) -> None:
@@ -429,17 +439,17 @@ class SimulatedJob:
             self.base = max([self.base, self.durable, *left, training.in_memory or self.base], key=lambda one: one.step)
             if left or self.base.step > self.durable.step:
                 self._arrived(self.base, death)  # the writer makes it durable
-        elif kind == MACHINE or (kind == SITE and not self.further):
+        elif kind == MACHINE or (kind == SITE and not self.tiers):
             self.base = self.durable
         elif kind == SITE:
-            for tier in self.further:
+            for tier in self.tiers:
                 tier.lose(death)
-            self.base = self.durable = max((tier.newest for tier in self.further), key=lambda one: one.step)
+            self.base = self.durable = max((tier.newest for tier in self.tiers), key=lambda one: one.step)
         else:
             self.base = training.here
             return
         self.lost.append((kind, training.here.useful - self.base.useful))
 
     def _record(self, began: float, last: float, kind: str, times: Mapping[str, float], step: int = -1) -> None:
-        end, at = CLOSED if kind == "" else GONE if kind == PROCESS else None, began - self.origin
+        end, at = CLOSED if kind == "" else GONE if kind == PROCESS else None, began - self.clock.BEGIN
         self.rows.append(Attempt("", "", at, last - began, end, started=at, step=step, times=dict(times)))

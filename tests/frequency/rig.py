@@ -145,7 +145,7 @@ class IrregularTraining(Training):
         super().__post_init__()
         if not self.regular:
             self.memory_stall = memory_stall
-        if self.certain:
+        if self.certain and self.learns:
             self.cadence.assume(certain(self.settings.mtbf_seconds or assumed_mtbf()))
         self.random = random.Random(self.seed)
         # The newest durable snapshot, and the newest of any kind.
@@ -161,7 +161,7 @@ class IrregularTraining(Training):
 
     @property
     def true_overhead(self) -> float:
-        return self.elapsed / self.clean_seconds - 1.0
+        return self.elapsed / self.useful - 1.0
 
     def goodput(self, mtbf_seconds: float) -> float:
         """Share of the time that is useful work, where failures at that rate each lose what no snapshot protects.
@@ -169,7 +169,7 @@ class IrregularTraining(Training):
         To first order: clean time, less the mean age of the newest durable snapshot times the failure rate.
         """
         self.durable.count(self.clock.now)
-        return (self.clean_seconds - self.durable.area / mtbf_seconds) / self.elapsed
+        return (self.useful - self.durable.area / mtbf_seconds) / self.elapsed
 
     def run(self, steps: int) -> IrregularTraining:
         self.live(math.inf, self.step + steps)
@@ -234,7 +234,8 @@ class IrregularTraining(Training):
         if self.fails(len(self.taken)):
             self.failing.add(point)
         overhead = (self.clock.now - self.window_start) / self.window_clean - 1.0
-        self.taken.append(Taken(self.step, point.instant, self.cadence.interval_steps, overhead, wait, self.reason))
+        interval = self.cadence.interval_steps if self.learns else None
+        self.taken.append(Taken(self.step, point.instant, interval, overhead, wait, self.reason))
         self.window_start, self.window_clean = self.clock.now, 0.0
         self.newest.renew(point.instant, point.instant)
 

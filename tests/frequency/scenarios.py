@@ -57,7 +57,7 @@ class Row:
 def expected_goodput(job: IrregularJob, mtbf: float) -> float:
     """Useful work by time where failures had cost what their constant rate makes likely: on average that is equal to
     what there was, and has less chance in it. What failures cost that need a further tier counts as it was."""
-    counted = [one for one in SHARES if not (one == SITE and job.further)]
+    counted = [one for one in SHARES if not (one == SITE and job.tiers)]
     likely = sum(SHARES[one] / mtbf * job.exposed[PROCESS if one == PROCESS else MACHINE] for one in counted)
     return job.goodput + (sum(lost for one, lost in job.lost if one in counted) - likely) / job.seconds
 
@@ -262,9 +262,9 @@ def off(slow: Callable[[int, random.Random], float], jitter: float) -> float:
     training = IrregularTraining(
         FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), slow=slow, jitter=jitter, seed=3
     ).run(6000)
-    before, clean = len(training.taken), training.clean_seconds
+    before, clean = len(training.taken), training.useful
     training.run(24000)
-    each_seconds = (training.clean_seconds - clean) / max(1, len(training.taken) - before)
+    each_seconds = (training.useful - clean) / max(1, len(training.taken) - before)
     found = each_seconds / max(optimal(0.7, MTBF_SECONDS), 0.7 / BUDGET)
     return max(found, 1.0 / found)
 
@@ -280,7 +280,7 @@ def windows(world: World) -> tuple[float, float]:
     marks = [(0.0, 0.0)]
     for _ in range(120):
         training.run_seconds(600.0)
-        marks.append((training.elapsed, training.clean_seconds))
+        marks.append((training.elapsed, training.useful))
     worst = max(
         (end - begin) / (clean - before) - 1.0 for (begin, before), (end, clean) in zip(marks, marks[36:], strict=False)
     )

@@ -139,11 +139,11 @@ def test_steps_that_become_faster_keep_the_budget_although_none_is_clean() -> No
         step_seconds=lambda t: 1.0 if t < 1000 else 0.5,
         persist=lambda t: 14.0,
     ).run_seconds(1000)
-    spent, clean = training.cadence.overhead_fraction, training.clean_seconds
+    spent, clean = training.cadence.overhead_fraction, training.useful
     training.run_seconds(3000)
     assert training.cadence.interval_steps == pytest.approx(29, abs=3)
     assert spent <= 0.05 + 1e-9
-    assert (training.elapsed - 1000.0 - (training.clean_seconds - clean)) / (training.clean_seconds - clean) <= 0.051
+    assert (training.elapsed - 1000.0 - (training.useful - clean)) / (training.useful - clean) <= 0.051
 
 
 def test_two_slots_behind_one_writer_do_not_exceed_the_writer() -> None:

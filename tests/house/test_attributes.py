@@ -20,13 +20,12 @@ MOST_FLAGS, MOST_NAMES = 3, 15
 FLAGS = {"Tenure": 4}
 """Classes with more attributes that are true or false."""
 NAMES = {
-    "SharedCadence": 48,
-    "Cadence": 38,
+    "SharedCadence": 20,
     "PrimaryTier": 16,
     "FitRun": 18,
-    "Training": 27,
+    "Training": 20,
     "FitResume": 18,
-    "SimulatedJob": 22,
+    "SimulatedJob": 20,
     "_Drawer": 19,
 }
 """Classes with more attributes in all."""

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_ckpt.private import AcceleratorInternals, numbered
@@ -150,12 +151,7 @@ class AcceleratedParts(NamedParts):
         self._internals = internals
         self._count = None if grows else internals.count()
         self._models = internals.models()
-        # What FSDP1 wraps is part of the model: `unwrap_model` would take off its root.
-        plain = [
-            accelerator.unwrap_model(model, keep_torch_compile=False) if LiveModel(model, model).flat is None else model
-            for model in self._models
-        ]
-        models = numbered("model", plain)
+        models = numbered("model", [_unwrapped(accelerator, model) for model in self._models])
         super().__init__({**models, **internals.named_objects(), **(more or {})})
         self.modules, self._own = models, list(models)
 
@@ -246,6 +242,16 @@ def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
         )
 
     return ProcessGroupRanks()
+
+
+def _unwrapped(accelerator: Accelerator, model: Any) -> Any:
+    """The model without what `prepare` put around it, but FSDP1: what that wraps is part of the model."""
+    if LiveModel(model, model).flat is not None:
+        return model
+    try:
+        return accelerator.unwrap_model(model, keep_torch_compile=False)
+    except KeyError:  # Accelerate 1.10, where some of its modules are compiled and it is not
+        return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 @dataclass(eq=False)

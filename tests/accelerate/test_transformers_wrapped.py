@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import extract_model_from_parallel
 
 from ckpt_engine.errors import MismatchError
 from tests.accelerate import hf
@@ -19,6 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
 
 def _blocks(model: Any) -> Any:
     model.transformer.h[0] = torch.compile(model.transformer.h[0], backend="eager")
+    try:
+        extract_model_from_parallel(model)
+    except KeyError:
+        pytest.skip("the trainer of this Accelerate does not begin with compiled blocks")
     return model
 
 

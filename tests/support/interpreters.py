@@ -309,6 +309,7 @@ def _serve(requests: socket.socket, imports: Sequence[str]) -> None:
             listener = socket.socket(fileno=descriptors[0])
             pid = os.fork()
             if pid == 0:
+                signal.set_wakeup_fd(-1)  # an import may have children that end: its number may be another file's then
                 for one in (requests, waking, wake, *running.values()):
                     one.close()
                 inbox.close()
@@ -330,7 +331,6 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
     """Be the interpreter that the job asks for, to its end."""
     status: object = 1
     try:
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if job["session"]:
             os.setsid()

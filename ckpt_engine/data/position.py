@@ -289,9 +289,8 @@ class LoaderPosition:
         if state["version"] > _VERSION:
             raise NewerFormatError(f"loader position of version {state['version']}, this is version {_VERSION}")
         differences = self._compared(state)
-        phase = state["phase"]
-        if phase == "ended":
-            phase = "fresh" if at_end == "next_epoch" else "within"
+        behind_the_end = "fresh" if at_end == "next_epoch" else "within"
+        phase = behind_the_end if state["phase"] == "ended" else state["phase"]
         exactness = _saved_exactness(state, differences)
         changed = [d for d in differences if d.effect in (Effect.REFUSED, Effect.OTHER_SAMPLES)]
         restarts = False

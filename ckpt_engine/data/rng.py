@@ -194,9 +194,8 @@ def restore(state: Mapping[str, Any]) -> tuple[str, ...]:
     _numpy_memo = None
     np.random.set_state(decode_numpy(state["numpy"]))
     torch.set_rng_state(bytes_tensor(state["torch"]))
-    problems: list[str] = []
-    for kind in _ACCELERATORS:
-        problems += _restore_devices(kind, getattr(torch, kind), state[kind]) if kind in state else []
+    known = [kind for kind in _ACCELERATORS if kind in state]
+    problems = [one for kind in known for one in _restore_devices(kind, getattr(torch, kind), state[kind])]
     if (mps := state.get("mps")) is not None:
         if torch.backends.mps.is_available():
             torch.mps.set_rng_state(bytes_tensor(mps))

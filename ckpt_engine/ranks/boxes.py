@@ -208,10 +208,10 @@ def divide(items: Sequence[PlacedArray], size: int) -> list[tuple[Slice, ...]]:
         if not item.shared or item.nbytes == 0 or size == 1:
             found.append((Slice(0, 0, item.rows),))
             continue
-        if item.rows < 2 or item.nbytes < WHOLE * share_bytes:
-            found.append((Slice(_rank_at(ends, at + item.nbytes // 2), 0, item.rows),))
-        else:
-            found.append(_cut(item, at, ends))
+        is_whole = item.rows < 2 or item.nbytes < WHOLE * share_bytes
+        found.append(
+            (Slice(_rank_at(ends, at + item.nbytes // 2), 0, item.rows),) if is_whole else _cut(item, at, ends)
+        )
         at += item.nbytes
     return found
 

@@ -87,8 +87,10 @@ class _PageLocked(StagingBuffer):
             for move in moves:
                 if self._homes[move.entry] == device:
                     target, start = self._targets[move.entry], move.address - first
-                    for a, b in split(start, start + move.piece.raw_nbytes):
-                        pairs.append((target[a - start + move.start : b - start + move.start], strip.bytes[a:b]))
+                    pairs += [
+                        (target[a - start + move.start : b - start + move.start], strip.bytes[a:b])
+                        for a, b in split(start, start + move.piece.raw_nbytes)
+                    ]
             if pairs:
                 with self._runtime.copies(stream) as copy:
                     copy(*zip(*pairs, strict=True))

@@ -238,10 +238,8 @@ class _Shedding:
 
     def by_worth(self) -> list[str]:
         """The oldest first, and after all others what is kept for being the best."""
-        best: set[str] = set()
-        for rule in rules_in(self._retention.rule):
-            if isinstance(rule, KeepBest):
-                best.update(rule.keep(self._in_order))
+        best_of = [rule for rule in rules_in(self._retention.rule) if isinstance(rule, KeepBest)]
+        best = {snapshot for rule in best_of for snapshot in rule.keep(self._in_order)}
         return [info.id for info in sorted(self._in_order, key=lambda info: (info.id in best, by_age(info)))]
 
 

@@ -63,9 +63,8 @@ class KeepEveryNSteps:
     n: int
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        first: dict[int, SnapshotInfo] = {}
-        for info in sorted(infos, key=lambda info: (-info.step, by_age(info))):
-            first[info.step // self.n] = info
+        by_step = sorted(infos, key=lambda info: (-info.step, by_age(info)))
+        first = {info.step // self.n: info for info in by_step}
         return {info.id: f"first from step {mark * self.n} on" for mark, info in first.items() if mark > 0}
 
 

@@ -120,9 +120,7 @@ class Persister:
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
             undo.callback(lease.release)
-            repository = Repository(storage)
-            if ranks.record:
-                repository = adopt_run(RunText.parse(ranks.record), storage)
+            repository = adopt_run(RunText.parse(ranks.record), storage) if ranks.record else Repository(storage)
             if self.secondary.replicators:
                 repository = self.secondary.join_run(repository, say=True)
                 self.secondary.start()

@@ -458,13 +458,11 @@ class PrimaryTier:
             self._lease = self._acquire()
             with on_failure(self._let_go):  # kept, it would look as if all of this were done
                 self.settle_at(adopt_run(self.run, storage))
-            if removed:
-                self._report.warn(
-                    f"{self._tier} was removed while it was written: it is made again, and the snapshots it had are "
-                    "gone"
-                )
-            else:
-                self._report.warn(f"{self._tier} was replaced while it was written: snapshots go to what is there now")
+            self._report.warn(
+                f"{self._tier} was removed while it was written: it is made again, and the snapshots it had are gone"
+                if removed
+                else f"{self._tier} was replaced while it was written: snapshots go to what is there now"
+            )
 
     def _let_go(self) -> None:
         """Give back a lease that is lost, or of no use: whatever comes of it."""

@@ -294,9 +294,8 @@ def _is_transient(error: Exception) -> bool:
 def _explained(error: Exception, what: str, where: str) -> StorageError:
     status = _status(error)
     # Only the kind of a library's error is shown: its text may carry a signed URL or a key.
-    kind = type(error).__name__ + (f" ({status})" if status else "")
-    if isinstance(error, OtherAnswerError):
-        kind = str(error)
+    of_library = type(error).__name__ + (f" ({status})" if status else "")
+    kind = str(error) if isinstance(error, OtherAnswerError) else of_library
     if isinstance(error, PermissionError):
         status = 403
     if status not in (401, 403, 507) and isinstance(error, OSError) and error.errno:

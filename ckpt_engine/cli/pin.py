@@ -26,10 +26,11 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
     """
     run = open_run(root, every=True)
     nearest = run.places[0]
-    made = []
-    for snapshot, holders in dict(map(run.find, snapshots)).items():
-        nearest_pin, *_ = [pins.pin(place, snapshot, note) for place in holders]
-        made.append(nearest_pin)
+    made = [
+        nearest_pin
+        for snapshot, holders in dict(map(run.find, snapshots)).items()
+        for nearest_pin, *_ in [[pins.pin(place, snapshot, note) for place in holders]]
+    ]
     shown = made or pins.pins(nearest.storage)
     if as_json:
         print_json({"root": nearest.storage.url, "pins": shown})

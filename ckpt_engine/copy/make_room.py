@@ -16,7 +16,6 @@ from types import MappingProxyType
 
 from ckpt_engine.copy.drop_components import foresee, slim_id, write_slim
 from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError, StorageReadOnlyError
-from ckpt_engine.grouping import grouped
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import names, pins
@@ -86,12 +85,10 @@ class Pruned:
 
     def events(self, url: str) -> list[Event]:
         """As of `Collected`."""
-        forgotten = [SnapshotsForgotten(self.forgotten, self.collected.freed_bytes)] if self.forgotten else []
-        kept = (
-            Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}")
-            for snapshot, why in self.not_slimmed.items()
-        )
-        return [*forgotten, *kept, *self.collected.events(url)]
+        found: list[Event] = [SnapshotsForgotten(self.forgotten, self.collected.freed_bytes)] if self.forgotten else []
+        for snapshot, why in self.not_slimmed.items():
+            found.append(Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}"))
+        return found + self.collected.events(url)
 
 
 def protection(repository: Repository, infos: Sequence[SnapshotInfo], policy: RetentionPolicy) -> dict[str, str]:
@@ -520,8 +517,11 @@ def measure(repository: Repository) -> Usage:
 
 def _doubles(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
     """Slim snapshots beside the one they were made of, slim → whole: what an interrupted slimming leaves."""
+    of_seq: dict[tuple[int, int], list[SnapshotInfo]] = {}
+    for info in infos:
+        of_seq.setdefault((info.seq, info.step), []).append(info)
     found = {}
-    for same in grouped(((info.seq, info.step), info) for info in infos).values():
+    for same in of_seq.values():
         for slim, whole in permutations(same, 2):
             if slim.id == slim_id(whole.id, set(whole.components) - set(slim.components)):
                 found[slim.id] = whole.id

@@ -228,10 +228,10 @@ class FailingRun:
         return {k: v for k, v in self._parts.objects.items() if k not in models and k not in optimizers}
 
     def _seen(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, optimizer in self._parts.optimizers.items():
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            found[name] = fingerprint(name, groups)
+        found: dict[str, Any] = {
+            name: fingerprint(name, [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups])
+            for name, optimizer in self._parts.optimizers.items()
+        }
         for name, value in others.items():
             if isinstance(value, torch.amp.GradScaler):  # its state_dict waits for the device
                 tensors = (one for one in vars(value).values() if isinstance(one, torch.Tensor))

@@ -34,7 +34,7 @@ TITLE = "Budget: single steps with and without snapshots in turn, in one process
 BUDGET = 0.01
 MARGIN = 0.001
 """How much the upper end of the confidence interval may be above the budget."""
-WIDTH = 0.95
+WIDTH = 0.99
 """Where a measurement ends: half the width by `MARGIN`. The rule never sees the value (Chow and Robbins 1965)."""
 MTBF_SECONDS = 1.0
 """So short that the budget decides the frequency; with failures as rare as usual, far fewer snapshots are taken."""
@@ -59,7 +59,7 @@ class Size:
 
 
 SIZES = {
-    Scale.FULL: Size(4_000_000, 5400, 32_400, 300),
+    Scale.FULL: Size(4_000_000, 5400, 18_600, 300),
     Scale.QUICK: Size(4_000_000, 1000, 1000, 200),
     Scale.TINY: Size(20_000, 20, 20, 5),
 }

@@ -173,7 +173,8 @@ class _Table(ExperimentWriter):
         """As Lightning does, and count: a long table is not read at each snapshot."""
         more = len(self.metrics)
         try:
-            super().save()
+            # Lightning 2.5 writes the hyper-parameters here, and a run that goes on has logged none of them again.
+            (super(ExperimentWriter, self) if self._goes_on and not self.hparams else super()).save()
         except BaseException:
             self.rows = rows(Path(self.metrics_file_path))
             raise

@@ -54,6 +54,7 @@ def same_end(one: Any, other: Any) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "more"),
     [

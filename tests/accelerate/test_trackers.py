@@ -77,6 +77,7 @@ def test_a_killed_run_has_one_curve(loop: str, tmp_path: Path, trainers: Trainer
     assert points(tmp_path / "logs") == expected
 
 
+@pytest.mark.long
 def test_runs_that_share_a_folder_keep_their_own(tmp_path: Path) -> None:
     """All runs of a project of Accelerate log into one folder: a resume takes away nothing of the others."""
     need("tensorboard")

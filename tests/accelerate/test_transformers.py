@@ -69,6 +69,7 @@ def test_the_trainer_resumes_exactly(name: str, tmp_path: Path) -> None:
     assert_resumes(name, tmp_path, 3)  # one of them is between two logs
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(Trainer, private_trainer._COUNTS), reason="transformers 4 cannot be given the pass")
 @pytest.mark.parametrize(
     "arguments",
@@ -112,6 +113,7 @@ def test_a_copy_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(copies) == 2
 
 
+@pytest.mark.long
 def test_an_epoch_without_a_change_of_weights_counts(tmp_path: Path) -> None:
     """A GradScaler skips all of its steps; transformers counts it, and a resume is in the same epoch, or complete."""
     arguments = {"per_device_train_batch_size": 11, "optim": "adamw_torch"}  # the fused one is called and does nothing
@@ -133,6 +135,7 @@ def test_an_epoch_without_a_change_of_weights_counts(tmp_path: Path) -> None:
         assert sum(one[0] == "train" for one in resumed.trace) == 2 * (epochs - 3)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(Trainer, private_trainer._COUNTS), reason="transformers 4 cannot be given the pass")
 def test_an_epoch_that_a_callback_has_ended_early_is_resumed_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +171,7 @@ def trained(outcome: Any) -> int:
     return sum(one[0] == "train" for one in outcome.trace)
 
 
+@pytest.mark.long
 def test_another_batch_size_in_the_middle_of_an_epoch_is_the_users_choice(tmp_path: Path) -> None:
     """Refused, started again, or continued; six batches of 4 become three of 8 and two further epochs of three."""
     train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")
@@ -190,6 +194,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_the_users_choice(tmp_pa
     assert trained(left) == 1 + 3  # 6 of 22 samples are left
 
 
+@pytest.mark.long
 def test_an_epoch_that_goes_on_with_another_batch_size_resumes_once_more(tmp_path: Path) -> None:
     """transformers counts the batches of a whole epoch of this size, and fewer of them were trained."""
     train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")
@@ -205,6 +210,7 @@ def test_an_epoch_that_goes_on_with_another_batch_size_resumes_once_more(tmp_pat
         assert again.digest["weights"] == left.digest["weights"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch", "place", "left"), [(8, (1, 4), 5), (2, (2, 1), 2)])
 def test_max_steps_is_the_number_of_steps_of_the_whole_run(
     batch: int, place: tuple[int, int], left: int, tmp_path: Path

@@ -79,6 +79,7 @@ def assert_branch(
     return told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [("model",), ("model", "optimizer")], ids=str)
 def test_parts_begin_at_step_0_with_a_new_schedule(parts: tuple[str, ...], tmp_path: Path) -> None:
     """The trainer counts from 0, and its rate is that of the new schedule."""
@@ -98,6 +99,7 @@ def test_parts_begin_at_step_0_with_a_new_schedule(parts: tuple[str, ...], tmp_p
     assert told.step == 0
 
 
+@pytest.mark.long
 def test_a_part_of_the_model_that_is_new(tmp_path: Path) -> None:
     """The run continues, and the new part has no moments."""
     folder, _ = killed(tmp_path)
@@ -115,6 +117,7 @@ def test_a_part_of_the_model_that_is_new(tmp_path: Path) -> None:
     assert [one.name for one in told.changes] == [f"model.{name}" for name in names]
 
 
+@pytest.mark.long
 def test_a_part_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run continues with `strict: no`; the part is the new script's, and has no moments."""
     folder, _ = killed(tmp_path)
@@ -139,6 +142,7 @@ def test_a_part_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [one.name for one in told.changes] == ["model.transformer.wpe.weight"]
 
 
+@pytest.mark.long
 def test_an_overridden_value(tmp_path: Path) -> None:
     """The decay of weights changes."""
     folder, _ = killed(tmp_path)
@@ -153,6 +157,7 @@ def test_an_overridden_value(tmp_path: Path) -> None:
     assert {one.detail for one in told.changes} == {"0.0 becomes 0.3"}
 
 
+@pytest.mark.long
 def test_fresh_random_streams(tmp_path: Path) -> None:
     """From the next batch on."""
     folder, _ = killed(tmp_path)
@@ -165,6 +170,7 @@ def test_fresh_random_streams(tmp_path: Path) -> None:
     assert rng.capture()
 
 
+@pytest.mark.long
 def test_more_epochs(tmp_path: Path) -> None:
     """A run that ended continues, without a section, and so it does after two kills."""
     longer = {**CONSTANT, "num_train_epochs": 3}
@@ -207,6 +213,7 @@ class Rebatched:
             yield from self.loader
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [3, 8])
 def test_another_batch_size(batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the epoch comes in batches of this size, and the trainer counts as if all had had it."""
@@ -228,6 +235,7 @@ class Accumulate(TrainerCallback):  # type: ignore[misc]
             args.gradient_accumulation_steps = 2
 
 
+@pytest.mark.long
 def test_another_accumulation(tmp_path: Path) -> None:
     """The trainer counts the steps as with this accumulation from its start."""
     folder, _ = killed(tmp_path, at=EVEN, **CONSTANT)
@@ -237,6 +245,7 @@ def test_another_accumulation(tmp_path: Path) -> None:
     assert "count of steps" in {one.name for one in told.not_restored}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "error"), [({}, "gradient_accumulation_steps"), ({"data": "continue"}, "whole number")]
 )

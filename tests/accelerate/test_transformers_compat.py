@@ -103,6 +103,7 @@ def test_other_arguments_than_those_of_the_saved_run_are_refused(steps: int, cou
     assert [thread.name for thread in set(threading.enumerate()) - threads] == []
 
 
+@pytest.mark.long
 def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(tmp_path: Path) -> None:
     """The final snapshot is of the end; more epochs with the same schedule continue it exactly."""
     schedule = {"lr_scheduler_type": "constant", "logging_steps": 5}  # some of the loss is not logged at the end

@@ -81,6 +81,7 @@ def test_a_run_resumes_with_another_wrapper(before: str, now: str, tmp_path: Pat
     assert not report(folder).not_restored
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "now"), [("plain", "lora"), ("lora", "plain")])
 def test_an_adapter_is_refused_before_training(
     before: str, now: str, tmp_path: Path, process: Callable[..., Any]

@@ -29,6 +29,7 @@ def test_it_takes_objects_and_knows_their_sizes() -> None:
         assert [item.name for item in storage.list("")] == ["data/big"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, marks=() if way == "engine" else pytest.mark.slow) for way in ways()],
@@ -49,6 +50,7 @@ def test_every_way_uploads_the_whole_image(way: str) -> None:
             assert sink.taken_bytes() == count * nbytes
 
 
+@pytest.mark.long
 def test_a_failing_upload_is_reported() -> None:
     """With its cause, instead of being counted."""
     with (

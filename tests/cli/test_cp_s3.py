@@ -19,6 +19,7 @@ from tests.servers.wire import Wire
 Ckpt = Callable[..., Any]
 
 
+@pytest.mark.long
 def test_a_download_that_breaks_is_continued_within_the_file(
     ckpt: Ckpt,
     run_folder: Any,

@@ -193,6 +193,7 @@ def test_several_adapters_lie_where_peft_has_them(ckpt: Ckpt, tmp_path: Path) ->
     same_as_saved(model, tmp_path)
 
 
+@pytest.mark.long
 def test_a_compiled_block_has_the_names_of_a_plain_one(ckpt: Ckpt, tmp_path: Path) -> None:
     """So that the adapter fits a base that is not compiled; PEFT alone would keep the name of the wrapper."""
     base = nn.ModuleDict({"block": nn.Sequential(nn.Linear(6, 6))})

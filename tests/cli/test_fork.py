@@ -141,6 +141,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return torch.equal(one["base"], other["base"]) and torch.equal(one["model"]["w"], other["model"]["w"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["raw", "delta"])
 def test_forks_of_a_run_outlive_it_and_each_other(ckpt: Ckpt, tmp_path: Path, codec: str) -> None:
     """With all that their snapshot refers to; each trains on, and its retention removes nothing of the others."""

@@ -64,6 +64,7 @@ def _python(code: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **kwargs)
 
 
+@pytest.mark.long
 def test_only_what_reads_values_imports_torch(run_folder: Any, arrays: Any, tmp_path: Path) -> None:
     """`ckpt` answers at once on a login node; importing torch takes seconds. `diff` and some exports need it."""
     run_folder.add(1, arrays)
@@ -103,6 +104,7 @@ def test_a_reader_that_goes_away_is_no_error(run_folder: Any, arrays: Any) -> No
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.long
 def test_output_without_a_terminal_is_plain(run_folder: Any, arrays: Any) -> None:
     """No colours, no cut lines, no progress bar; also where the locale knows ASCII only."""
     run_folder.add(1, arrays, metrics={f"a_rather_long_metric_name_{i}": 0.5 for i in range(20)})

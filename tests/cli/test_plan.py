@@ -86,6 +86,7 @@ def test_a_run_of_short_steps_ends(ckpt: Ckpt, run_folder: Any, monkeypatch: pyt
     assert {one["name"]: one["failures"] > 2 for one in answer["policies"]} == {"ckpt-engine": True, "daly": True}
 
 
+@pytest.mark.long
 def test_days_that_take_long_are_counted_to_their_end(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said meanwhile names the policy, how many there are, and the day it ends with."""
     for name in ("_QUIET_SECONDS", "_LINES_SECONDS"):
@@ -121,6 +122,7 @@ def test_a_trace_is_followed(ckpt: Ckpt, tmp_path: Path) -> None:
     assert [one["failures"] for one in answer["policies"]] == [2, 2]
 
 
+@pytest.mark.long
 def test_a_rule_of_ones_own(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the example package; to first order it is Daly's."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -129,6 +131,7 @@ def test_a_rule_of_ones_own(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None
     assert found["young_rule:interval"]["goodput"] == pytest.approx(found["daly"]["goodput"], abs=0.005)
 
 
+@pytest.mark.long
 def test_a_policy_of_ones_own_that_learns(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class instead of a function: it decides at each step, and meets the same failures."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

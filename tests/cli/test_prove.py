@@ -61,6 +61,7 @@ def test_snapshots_of_the_repeated_steps_are_compared_too(prove: Callable[..., A
     assert "resume proved exact: 5 of 5 repeated steps gave the same batches and weights" in result.out
 
 
+@pytest.mark.long
 def test_a_step_that_computed_wrongly_is_named(prove: Callable[..., Any], tmp_path: Path) -> None:
     """With --bisect the run is resumed from later snapshots, and the last one before the fault is found."""
     recorded_loop.main(str(tmp_path / "run"), UNTIL, 5)

@@ -113,6 +113,7 @@ def header_of_another(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"frozen1", b"frozen9", 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("named", "damage"), [("tiers", truncate), ("from", zero)])
 def test_every_damaged_file_gets_its_bytes_back(
     ckpt: Ckpt, pair: tuple[Place, Place], tmp_path: Path, named: str, damage: Callable[[Path], object]
@@ -205,6 +206,7 @@ def test_verify_and_a_resume_end_with_the_command_that_mends(
     assert near.files() == near.was
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["zstd", "delta"])
 def test_a_copy_in_another_form_is_decoded(ckpt: Ckpt, tmp_path: Path, codec: str) -> None:
     """The near tier has plain bytes, the far one differences: what is decoded there is proved by the digests here."""
@@ -426,6 +428,7 @@ def test_a_scrub_that_is_killed_continues_where_it_was(ckpt: Ckpt, pair: tuple[P
     assert read[-1] == 0 and len(set(read)) > 3, read
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writer", ["process", "thread"])
 def test_a_run_mends_its_nearest_tier_while_it_trains(
     pair: tuple[Place, Place], writer: str, caplog: pytest.LogCaptureFixture

@@ -48,6 +48,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 def test_each_attempt_has_its_steps_its_cost_and_its_proof(ckpt: Ckpt, killed: Path) -> None:
     """Retention has removed the snapshots that they resumed from; the record of attempts knows them."""
     found = ckpt("report", killed, "--json").json

@@ -110,6 +110,7 @@ def test_what_a_newer_writer_says_more_is_passed_over(tmp_path: Path) -> None:
     assert (status.pid, [tier.newest for tier in status.tiers]) == (1, ["0-1-a"])
 
 
+@pytest.mark.long
 def test_top_shows_the_status_again_until_it_is_interrupted(run_folder: Any, arrays: Any) -> None:
     """A run that is not there yet is waited for; Ctrl-C is no error."""
     run_folder.add(10, arrays)

@@ -113,6 +113,7 @@ def unfit(rows: list[str], columns: int = 80, most: int = 24) -> list[str]:
     return rows if len(rows) > most else [row for row in rows if len(row) > columns]
 
 
+@pytest.mark.long
 def test_a_live_run_fills_a_screen_that_fits(live: Engine, root: Path) -> None:
     """Tiers with bars and rates, interval, next snapshot, overhead, goodput and events; no row wraps."""
     with watched(root) as screen:
@@ -137,6 +138,7 @@ def test_a_live_run_fills_a_screen_that_fits(live: Engine, root: Path) -> None:
         assert screen.out.count("\x1b[?1049h") == 1 and "Traceback" not in screen.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("root", [20], indirect=True)
 def test_a_screen_takes_the_size_that_the_terminal_gets(live: Engine, root: Path) -> None:
     """A narrower and lower one is filled, and q ends it as Ctrl-C does."""
@@ -149,6 +151,7 @@ def test_a_screen_takes_the_size_that_the_terminal_gets(live: Engine, root: Path
         assert termios.tcgetattr(screen.device) == screen.before
 
 
+@pytest.mark.long
 def test_a_run_that_is_not_there_yet_is_waited_for(run_folder: RunFolder, arrays: Any) -> None:
     """A line says so, and a run that comes is shown; a signal to end leaves the terminal as it was."""
     run_folder.add(10, arrays)
@@ -169,6 +172,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(run_folder: RunFolder, arrays
         assert termios.tcgetattr(screen.device) == screen.before
 
 
+@pytest.mark.long
 def test_without_a_terminal_each_look_is_a_line_of_json(run_folder: RunFolder, arrays: Any) -> None:
     """The same object as that of `ckpt status`, or what went wrong."""
     run_folder.add(10, arrays)

@@ -46,6 +46,7 @@ def verify(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     return run
 
 
+@pytest.mark.long
 def test_a_correct_script_is_exact_and_nothing_of_its_own_is_touched(
     forked: None, verify: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ class Life:
             assert found is not None and same(found.state, states[info.step])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("together", [True, False], ids=["one-writer", "writer-each"])
 def test_what_does_not_change_is_written_once(tmp_path: Path, together: bool, ckpt: Callable[..., Outcome]) -> None:
     """The second snapshot and later ones write what is trained, restore whole, and older readers can read them."""

@@ -183,6 +183,7 @@ def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*bounds("ENCODED", part_bytes=2000))
 
 
+@pytest.mark.long
 def test_random_schedules_leave_whole_snapshots_and_nothing_else(tmp_path: Path) -> None:
     """A few of them; most of what is done is interrupted."""
     killed = 0

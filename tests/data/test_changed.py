@@ -55,6 +55,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_between_epochs_a_changed_loader_is_taken_and_reported(name: str) -> None:
     """Nothing is refused; the next epoch is a whole one of the loader as it is now."""

@@ -13,6 +13,7 @@ from ckpt_engine.data import private_names
 PACKAGE = Path(ckpt_engine.__file__).parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", private_names.DATASETS_NAMES)
 def test_a_private_name_is_still_there(name: str) -> None:
     """If this fails, the package moved something: look at `ckpt_engine/data/private_names.py`."""

@@ -93,6 +93,7 @@ def lightning(root: Path, *, stop: int | None = None, **options: Any) -> int:
     return agent.trained
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:.*IterableDataset")
 @pytest.mark.parametrize("train", [plain, lightning])
 def test_a_resume_is_refused_until_the_option_is_set(train: Callable[..., int], tmp_path: Path) -> None:

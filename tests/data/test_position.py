@@ -311,6 +311,7 @@ class Seedable(RandomSampler):
         self.epoch += 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_that_counts_its_epochs(workers: int) -> None:
     """Counters and generators made on first use are part of the position."""

@@ -203,6 +203,7 @@ def test_the_loop_of_the_page_on_sharded_models_resumes(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_the_tracked_loop_resumes(tmp_path: Path) -> None:
     """With workers, a scheduler and an evaluation."""
     code = block("docs/plain-loops.md", "loss_of(model(x), y)").replace('overhead="1%"', "every_n_steps=1")

@@ -13,6 +13,7 @@ from tests.examples.test_converted import EXAMPLES, environment, run_here
 from tests.support import interpreters
 
 
+@pytest.mark.long
 def test_an_evaluator_follows_the_plain_loop_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

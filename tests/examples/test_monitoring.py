@@ -63,6 +63,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return served(tmp_path_factory.mktemp("monitored"))
 
 
+@pytest.mark.long
 def test_the_board_asks_for_series_that_a_run_has(series: set[str]) -> None:
     """Each panel shows something, and each query is for the runs that were chosen."""
     board = json.loads((GRAFANA / "ckpt-engine.json").read_text())

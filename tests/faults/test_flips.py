@@ -22,6 +22,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return site
 
 
+@pytest.mark.long
 def test_a_few_flips_are_found_and_restore_nothing_wrong(site: Site) -> None:
     """Two flips of each kind are found, and no restore returns wrong bytes."""
     assert campaign(site, 2 * len(KINDS), seed=0).bad == []

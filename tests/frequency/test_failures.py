@@ -259,6 +259,7 @@ BEST = {(1.0, 50): 0.973835, (1.2, 20): 0.974457}
 """The goodput of the best fixed interval that keeps the budget, by hours between failures and how many there are."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [0.1, 10.0])
 def test_a_stated_mtbf_that_is_ten_times_wrong_costs_next_to_nothing(wrong: float) -> None:
     """Over fifty failures, beside the best fixed interval, whose trainings the slow test below repeats."""

@@ -55,6 +55,7 @@ def spent(levels: Sequence[SnapshotLevel], seconds: Sequence[float]) -> float:
     return waste([replace(level, price_seconds=0.0) for level in levels], {}, seconds)
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(ladders(), RATES, BUDGETS)
 def test_a_grid_of_all_intervals_has_nothing_better(

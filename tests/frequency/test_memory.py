@@ -48,6 +48,7 @@ def trigger(interval: float = 0.0, limit: float = math.inf) -> MemoryTrigger:
     return one
 
 
+@pytest.mark.long
 @given(st.floats(0.001, 0.2), st.floats(1e-3, 10.0), st.floats(1e-4, 10.0), st.booleans())
 def test_a_debt_makes_them_half_as_frequent(budget: float, step_seconds: float, cost: float, lazy: bool) -> None:
     """Whatever one costs, in stall or at the fence: where the budget does not pay for the interval it doubles."""

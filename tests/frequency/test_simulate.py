@@ -145,6 +145,7 @@ def test_each_class_of_failure_goes_back_to_what_survives_it() -> None:
     assert 700.0 <= lost[SITE] < 151.0 + 100.0 + 2 * 600.0 + 151.0
 
 
+@pytest.mark.long
 def test_what_failures_are_expected_to_cost_is_what_they_cost_on_average() -> None:
     """So that two policies can be compared over a few days: chance has a small part in the difference."""
     mean = 2 * HOUR

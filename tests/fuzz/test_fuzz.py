@@ -27,6 +27,7 @@ def named() -> list[tuple[str, Mutant]]:
     return list(zip(names, corpus(), strict=True))
 
 
+@pytest.mark.long
 def test_what_is_not_changed_is_read(runs: dict[str, Path], tmp_path: Path) -> None:
     """The runs themselves are whole: what is found in mutants comes from their edits."""
     for name in ("plain", "encoded", "ranks"):
@@ -47,6 +48,7 @@ def test_what_was_found_once_is_not_found_again(
     assert read(mutant, runs[mutant.store], tmp_path, [load]) == []
 
 
+@pytest.mark.long
 def test_fifty_mutants_are_read(runs: dict[str, Path], tmp_path: Path) -> None:
     """Each is loaded, and read in one of the other ways."""
     found = []

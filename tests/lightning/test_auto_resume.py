@@ -96,6 +96,7 @@ def test_a_store_with_nothing_usable_refuses_to_start_over(tmp_path: Path) -> No
         fit(Case(), [resumer(tmp_path)], ckpt_path="auto")
 
 
+@pytest.mark.long
 def test_a_damaged_snapshot_is_passed_over_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The next older one is used, exactly; log and JSON say what was rejected and why."""
     reference = fit(Case())
@@ -308,6 +309,7 @@ def test_files_of_model_checkpoint_load_without_us(tmp_path: Path) -> None:
     assert plain.trainer.global_step == 18
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_ckpt_path_best_and_last_are_lightnings(which: str, tmp_path: Path) -> None:
     """With the callback present they mean what they always mean."""
@@ -338,6 +340,7 @@ def test_save_checkpoint_works_as_before(tmp_path: Path) -> None:
     assert fit(case, [resumer(tmp_path / "new")], ckpt_path=path).trainer.global_step == 18
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [2, 3])
 def test_lightning_alone_resumes_from_the_content_of_a_snapshot(batch: int, tmp_path: Path) -> None:
     """Without our own key it is a Lightning checkpoint: every batch and validation happens once, steps are right."""

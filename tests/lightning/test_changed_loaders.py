@@ -46,6 +46,7 @@ def test_in_the_middle_of_an_epoch_another_batch_size_is_refused_with_both_ways_
     assert "data: continue" in str(caught.value.hint)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "validated"])
 def test_restart_epoch_trains_the_whole_epoch_again(kind: str, tmp_path: Path) -> None:
     """Its batches are counted from 0, its means start from zero, validation and the following epochs come as always."""

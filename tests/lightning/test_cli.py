@@ -56,6 +56,7 @@ def crash(*arguments: str) -> None:
         cli_app.run(*arguments, "--model.crash_at=8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["command line", "yaml"])
 def test_a_restarted_command_continues_exactly(where: str, tmp_path: Path) -> None:
     """The same command again, in the same log folder, ends in the run that never crashed."""

@@ -52,6 +52,7 @@ class Copying(Callback):
             self.copies = self._make([one for one in trainer.callbacks if one is not self])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_copy_of_all_callbacks_is_one_that_has_not_begun(hook: str, tmp_path: Path) -> None:
     """As Lightning's own tests copy `trainer.callbacks`; the copies take another run's snapshots."""

@@ -58,6 +58,7 @@ def test_more_epochs_continue_a_finished_run_exactly(name: str, tmp_path: Path) 
     assert resumed.digest == reference.digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [0, 2])
 def test_a_snapshot_behind_the_last_epoch_is_of_a_later_fit(batch: int, tmp_path: Path) -> None:
     """A second fit was killed there: the first one has nothing left to train, and says what the second needs."""

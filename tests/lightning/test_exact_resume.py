@@ -105,6 +105,7 @@ def test_the_extra_epoch_of_weight_averaging_resumes_exactly(tmp_path: Path) -> 
         assert_continues(reference, case, root, later[-1], tmp_path / f"after {number}")
 
 
+@pytest.mark.long
 def test_checkpoints_of_lightning_are_written_again_where_steps_are(tmp_path: Path) -> None:
     """Under the same names as in the uninterrupted run; what another run has left keeps its name."""
 

@@ -46,6 +46,7 @@ def test_the_yaml_example_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads((folder / "snapshots/resume-report.json").read_text())["not_restored"] == []
 
 
+@pytest.mark.long
 def test_the_cli_example_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its YAML is used as it is; only the folder is another one."""
     monkeypatch.chdir(tmp_path)

@@ -78,6 +78,7 @@ def without(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
     monkeypatch.setattr(FenceGuard, "__init__", init)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["automatic", "by hand, raw"])
 def test_a_missing_fence_is_seen(
     name: str, tmp_path: Path, instants: Instants, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -338,6 +338,7 @@ def test_a_pruned_run_is_refused_with_a_way_out(tmp_path: Path) -> None:
     assert "pruning has renamed its weights" in str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "resets",
@@ -358,6 +359,7 @@ def report(folder: Path) -> Any:
     return json.loads((folder / "resume-report.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("crashes", [(5,), (2, 7, 10)])
 def test_attributes_of_all_objects_go_on(tmp_path: Path, crashes: tuple[int, ...]) -> None:
@@ -454,6 +456,7 @@ def check_and_fit(folder: Path, seed: int, crash_at: int | None) -> list[str]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("crash_at", [2, 6])
 def test_what_the_sanity_check_has_changed_goes_on(crash_at: int, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_the_private_names_of_a_logger_are_there(kind: str, names: list[str], tm
     assert [name for name in names if not hasattr(logger, name)] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["csv", "tensorboard"])
 def test_a_fork_begins_a_curve_of_its_own(kind: str, tmp_path: Path) -> None:
     """It names its parent among the hyper-parameters, and its later starts continue that curve, not the parent's."""

@@ -81,6 +81,7 @@ def test_the_next_start_goes_back_and_skips_what_made_it_sick(tmp_path: Path) ->
     assert third.digest == second.digest
 
 
+@pytest.mark.long
 def test_the_same_process_may_call_fit_again(tmp_path: Path) -> None:
     """With the same trainer and model; it ends as a new process would, bit for bit."""
     reference = fit(Case()).trace

@@ -49,6 +49,7 @@ def flat(batches: list[tuple[int, tuple[int, ...]]]) -> list[int]:
     return [sample for _, batch in batches for sample in batch]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_user_chooses_what_becomes_of_the_interrupted_epoch(trainer: str, tmp_path: Path) -> None:
     """Refused at first, then started again, then continued."""
@@ -74,6 +75,7 @@ def test_the_user_chooses_what_becomes_of_the_interrupted_epoch(trainer: str, tm
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_between_epochs_a_grown_dataset_goes_on(trainer: str, tmp_path: Path) -> None:
     """A finished run that is trained longer, on more."""

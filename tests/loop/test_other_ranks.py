@@ -122,6 +122,7 @@ class Life:
         return self.ranks[0].weights()
 
 
+@pytest.mark.long
 def test_each_sample_comes_once_and_the_weights_are_those_that_were_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

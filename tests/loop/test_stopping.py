@@ -233,6 +233,7 @@ def test_a_wait_in_vain_before_the_newest_snapshot_takes_no_time_from_close(
     assert [one.step for one in saved(tmp_path)] == [1, 2]
 
 
+@pytest.mark.long
 def test_a_stop_ends_the_wait_for_the_last_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It comes while the end of the run waits for a writer that does not answer: the grace counts from there."""
     with busy_writer(tmp_path, preemption={"grace": 1.0}) as ckpt, pytest.raises(SystemExit) as ended:

@@ -120,6 +120,7 @@ data = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loop", "configured"),
     [

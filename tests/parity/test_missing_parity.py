@@ -190,6 +190,7 @@ def test_where_the_library_is_missing_damage_names_what_to_install(
     assert "pip install 'ckpt-engine[parity]'` lets its parity mend it" in done.stdout
 
 
+@pytest.mark.long
 def test_a_store_that_fails_is_not_damaged_parity(
     ckpt: Ckpt,
     tmp_path: Path,

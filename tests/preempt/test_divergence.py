@@ -128,6 +128,7 @@ class Loses(Explodes):
 LONG = {"max_epochs": 6}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "guard", "last"), [(Loses, "nan", 18), (Explodes, "loss_spike", 18)])
 def test_a_run_that_diverges_ends_before_it_is_saved(
     model: type[Model], guard: str, last: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -98,6 +98,7 @@ def test_the_step_before_a_step_that_is_too_long_is_durable(loop: str, job: Call
         assert ckpt.loaded is not None and ckpt.loaded.info.step == AT - 1
 
 
+@pytest.mark.long
 def test_what_is_in_memory_is_written_when_the_step_is_too_long(
     bench: Callable[..., Bench],  # noqa: F811
     caplog: pytest.LogCaptureFixture,

@@ -42,6 +42,7 @@ def shown(**numbers: float) -> StatusPage:
     return page
 
 
+@pytest.mark.long
 def test_a_run_that_trains_is_seen(tmp_path: Path) -> None:
     """Its numbers from the first boundary on, with the label run, and nothing once it has ended."""
     job = make()

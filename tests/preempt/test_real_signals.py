@@ -75,6 +75,7 @@ def test_sigusr1_counts_when_it_is_asked_for(tmp_path: Path, trainers: Trainers)
     assert len(life.steps) == 1
 
 
+@pytest.mark.long
 def test_a_stop_file_stops_the_run(tmp_path: Path, trainers: Trainers) -> None:
     """It may stay there: the next life is not stopped by it."""
     case, file = "shuffled", tmp_path / "STOP"

@@ -135,6 +135,7 @@ def test_a_fork_notes_nothing_and_ends_as_it_would_without_us() -> None:
     assert watched.heard is None
 
 
+@pytest.mark.long
 def test_a_signal_that_comes_to_a_fork_at_once_ends_it() -> None:
     """It may come before the fork has run a line, as `Pool.terminate` does to a worker that is just made."""
     signal.signal(TERM, signal.SIG_DFL)

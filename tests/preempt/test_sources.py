@@ -180,6 +180,7 @@ def test_a_server_in_trouble_is_no_notice(page: Page, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------- launchers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_a_launcher_that_is_gone_is_a_notice(launcher: str, tmp_path: Path) -> None:
     """The end of a launcher is a stop request; the end of another parent, such as a shell under nohup, is none."""

@@ -129,6 +129,7 @@ def test_other_data_are_found_in_the_batch(tmp_path: Path, monkeypatch: pytest.M
     assert (replay.first.what, replay.first.step) == ("batch", SNAPSHOT + 1)
 
 
+@pytest.mark.long
 def test_what_cannot_be_compared_is_said_as_such(tmp_path: Path) -> None:
     """Nothing was repeated; training ends before all of it was; nothing was recorded."""
     train(tmp_path / "even", make(), SNAPSHOT)
@@ -151,6 +152,7 @@ def test_what_cannot_be_compared_is_said_as_such(tmp_path: Path) -> None:
     assert train(tmp_path / "off", make(), END + 2, replay="off")["replay"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
 def test_behind_the_snapshot_of_a_stop_there_is_no_step(tmp_path: Path, number: signal.Signals) -> None:
     """It is taken at the boundary at which the run ends, between two that are due."""
@@ -210,6 +212,7 @@ def test_a_process_that_went_another_way_is_not_the_measure(tmp_path: Path) -> N
     assert (replay.result, replay.steps) == ("exact", 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("section", ["off", {"only": "model"}], ids=str)
 def test_a_run_that_began_again_is_not_compared_with_the_one_before(tmp_path: Path, section: Any) -> None:
     """Steps of the same numbers, of a run that has ended behind them, are no measure of the new one."""
@@ -220,6 +223,7 @@ def test_a_run_that_began_again_is_not_compared_with_the_one_before(tmp_path: Pa
     assert replay == Replay("not compared", 0, "no step was repeated")
 
 
+@pytest.mark.long
 def test_a_run_that_is_to_stop_ends_before_anything_is_saved(tmp_path: Path) -> None:
     """`replay: stop`: no snapshot before the outcome is known, and none where it differs; then as usual."""
     _begin(tmp_path)

@@ -34,6 +34,7 @@ def lives(launcher: Launcher, tmp_path: Path) -> Iterator[Lives]:
     made.close()
 
 
+@pytest.mark.long
 def test_all_ranks_go_back_and_leave_the_same_batches_out(lives: Lives) -> None:
     """Nothing is saved from the bad loss on, and the end is bitwise that of a run that never had these batches."""
     first = lives.run(options=ROLLBACK, sick=[SICK])

@@ -79,6 +79,7 @@ def test_a_step_that_fails_loses_nothing(
     account.add(last, ends=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lives", "wraps_late"),
     [("plain", False), ("plain", True), pytest.param("lightning", False, marks=pytest.mark.slow)],

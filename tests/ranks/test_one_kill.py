@@ -41,6 +41,7 @@ def test_two_ranks_go_on_exactly_after_one_is_killed(launcher: Launcher, tmp_pat
         assert lives.lines(1, rank) == whole.lines(0, rank)[lives.start(1) :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "now", "layout"),
     [

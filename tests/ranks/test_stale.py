@@ -51,6 +51,7 @@ def test_ranks_that_save_what_they_train_give_no_alarm(heard: Callable[..., list
     assert heard(layout=layout, what="weights") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=FSDP2)])
 def test_a_learning_rate_of_0_is_reported_by_one_rank(heard: Callable[..., list[str]], layout: str) -> None:
     """Once."""

@@ -113,6 +113,7 @@ def test_the_table_of_sizes_is_the_formula() -> None:
         assert shown == pytest.approx([size, 2 * size, 3 * size, 2 * size / 8, 3 * size]), number
 
 
+@pytest.mark.long
 def test_a_run_moves_to_another_folder(tmp_path: Path) -> None:
     """By a plain copy under another name, and by `ckpt cp` to a store and back: each resumes."""
     old = tmp_path / "old"

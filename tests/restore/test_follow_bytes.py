@@ -134,6 +134,7 @@ def test_what_is_kept_is_of_its_own(tmp_path: Path) -> None:
                 one.zero_()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [1, 3])
 def test_snapshots_that_were_missed_and_bases_that_were_pruned(tmp_path: Path, keep: int) -> None:
     """Whatever is left of the chains, the next look gives the newest snapshot, whole, and no mixture."""

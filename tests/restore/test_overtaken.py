@@ -251,6 +251,7 @@ def test_a_load_does_not_wait_for_a_writer_that_was_killed_too(tmp_path: Path) -
         save(late, 2)
 
 
+@pytest.mark.long
 def test_attempts_that_have_left_nothing_are_not_named_for_ever(tmp_path: Path) -> None:
     """After many restarts a line names about as many attempts as have snapshots, and retention still sees them all."""
     for number in range(1, TIDY_FROM + 6):

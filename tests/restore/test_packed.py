@@ -54,6 +54,7 @@ def _save(root: Path, *states: dict[str, Any], **options: Any) -> None:
             ckpt.save(state, step=state["step"]).wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tensors", [60_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=lambda count: f"{count:,}"
 )

@@ -208,6 +208,7 @@ def test_a_sealed_folder_of_each_node_is_refused(tmp_path: Path, key: str) -> No
         Persister(config, lambda _: None, Ids()).open()
 
 
+@pytest.mark.long
 def test_equal_tensors_are_stored_once_as_in_a_plain_run(tmp_path: Path, key: str) -> None:
     """A second process refers to what the first one has sealed, and retention keeps that."""
     stored = []
@@ -264,6 +265,7 @@ def test_a_record_that_was_changed_after_it_was_sealed_says_what_the_snapshots_s
         assert was is not None and opened.loaded.manifest.run == was.manifest.run
 
 
+@pytest.mark.long
 def test_what_commands_do_with_a_plain_run_they_do_with_a_sealed_one(
     tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,6 +323,7 @@ def test_what_commands_do_with_a_plain_run_they_do_with_a_sealed_one(
     assert (tmp_path / "fork/ckpt.json").read_bytes().startswith(names.SEALED)
 
 
+@pytest.mark.long
 def test_a_sealed_run_resumes_from_the_memory_of_its_writer(tmp_path: Path, key: str) -> None:
     """The memory tier is not sealed; what its writer makes durable after the trainer has died is."""
     tiers = [{"url": "memory", "every_n_steps": 1}, {"url": str(tmp_path / "run")}]

@@ -223,6 +223,7 @@ def test_a_cold_slot_is_filled_through_its_file_and_mapped_once_it_is_free() -> 
     slots.close()
 
 
+@pytest.mark.long
 def test_no_thread_keeps_a_slot_that_is_closed() -> None:
     """One that lets go of the last view while the interpreter ends would end the process with SIGABRT."""
     planner, slots = Planner(Flattener()), Slots(1)

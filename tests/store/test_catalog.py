@@ -241,6 +241,7 @@ def test_a_catalog_that_cannot_be_written_is_no_failure() -> None:
     assert len(Repository(storage).list()) == 250
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_listing_never_depends_on_the_catalog(data: st.DataObject) -> None:

@@ -55,6 +55,7 @@ def test_the_path_of_a_key_is_relative_to_the_working_directory(
         assert [one.step for one in checkpointer.snapshots()] == [1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("then", ["; sys.exit(3)", "; import time; time.sleep(600)"])
 def test_a_command_that_fails_or_hangs_is_named_without_what_it_printed(
     key: str,  # noqa: F811

@@ -278,6 +278,7 @@ def test_uploads_keep_their_pace_and_can_be_stopped(moto: S3Server, bucket: str)
     assert [item.name for item in listed(storage)] == ["data/x"]
 
 
+@pytest.mark.long
 def test_an_upload_does_not_copy_the_whole() -> None:
     """Streaming: what is alive beside the arena is small, whatever the size of the object."""
     with NullSink() as sink:
@@ -336,6 +337,7 @@ Checkpointer({"tiers": tiers, "writer": "thread"}).save({"w": torch.zeros(9)}, s
 """
 
 
+@pytest.mark.long
 def test_a_writer_thread_writes_to_s3_while_the_interpreter_ends(moto: S3Server, bucket: str) -> None:
     """A script that ends without `close()` has its last snapshot; the client needs an executor for that."""
     command = [sys.executable, "-c", ENDS, f"s3://{bucket}/run", json.dumps(moto.options())]

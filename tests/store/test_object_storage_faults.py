@@ -116,6 +116,7 @@ def test_somebody_elses_object_is_not_taken_for_ours(through: Open, direct: S3St
     assert direct.sweep() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["503", SLOW("truncate"), SLOW("refuse"), SLOW("stall")])
 def test_reads_survive_faults(through: Open, direct: S3Storage, wire: Wire, fault: str) -> None:
     """Ranges, whole objects and listings."""
@@ -198,6 +199,7 @@ def test_flipped_bytes_in_answers_mislead_no_reader(
     assert "corrupt" in {action for _, _, action in wire.log}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [58, SLOW(1)])
 def test_any_flipped_byte_of_a_listing_is_asked_for_again(
     through: Open, direct: S3Storage, wire: Wire, every: int
@@ -211,6 +213,7 @@ def test_any_flipped_byte_of_a_listing_is_asked_for_again(
         assert len(listed(storage)) == 1, at
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["block", SLOW("503"), SLOW("refuse"), SLOW("stall")])
 def test_a_store_that_stays_away_is_given_up_in_time(through: Open, wire: Wire, fault: str) -> None:
     """Bounded, with an error that says where; never with somebody waiting for ever."""
@@ -327,6 +330,7 @@ def test_a_dying_server_does_not_touch_the_random_streams_of_training(through: O
     assert after == states
 
 
+@pytest.mark.long
 def test_the_caller_gets_its_memory_back(through: Open, wire: Wire) -> None:
     """After a put has failed nothing reads the arena any more, whatever is still buffered somewhere."""
     memory = bytearray(48 * MIB)  # more than sockets buffer: the server really does not take it

@@ -129,6 +129,7 @@ def test_large_files_are_uploaded_before_the_commit_that_names_them(hub: Hub, ur
     ]
 
 
+@pytest.mark.long
 def test_a_run_is_written_and_read(hub: Hub, url: str) -> None:
     """By the writer process, with the lease on the Hub; retention removes the older ones."""
     given = {"url": url, "storage_options": {"endpoint": hub.url, "token": TOKEN}}

@@ -111,6 +111,7 @@ def everything_shown(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)) + f"{error!r} {record!r} {record.exception()}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "endpoint"), WAYS, indirect=["endpoint"])
 def test_no_failing_request_shows_a_secret(way: str, endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     """No message, traceback, cause or log line shows one."""

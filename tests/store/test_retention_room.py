@@ -104,6 +104,7 @@ _acts = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(st.lists(_acts, min_size=4, max_size=14), st.integers(1, 9), st.integers(2, 4))
 def test_whatever_happens_the_quota_holds_at_every_instant(acts: list[tuple[str, int]], last: int, sizes: int) -> None:
     """Saves of any size, writes that fail, pins, what a killed writer left, and restarts: measured at each write."""

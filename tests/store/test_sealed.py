@@ -122,6 +122,7 @@ LAW_KEY = tempfile.mkdtemp() + "/key"
 KeyPair.make(LAW_KEY)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_range_of_any_object_comes_back_and_any_flip_is_refused(data: st.DataObject) -> None:

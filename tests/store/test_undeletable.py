@@ -105,6 +105,7 @@ def test_a_quota_that_cannot_be_kept_there_refuses_the_next_snapshot(stage: Stag
     assert "none can be made" in outcomes[2].error.message and "Operation not permitted" in outcomes[2].error.message
 
 
+@pytest.mark.long
 def test_a_bucket_takes_snapshots_without_the_right_to_delete(
     stage: Stage, moto: S3Server, bucket: str, wire: Wire
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_command_gets_what_is_known_in_its_environment(hook: str | list[str], 
     ]
 
 
+@pytest.mark.long
 def test_every_durable_snapshot_is_taken_in_order_and_the_end_last(tmp_path: Path) -> None:
     """Also where a command takes longer than the interval: the run waits for them at its end."""
     note = 'sleep 0.1; echo "$CKPT_EVENT $CKPT_STEP" >> seen.txt'

@@ -194,6 +194,7 @@ def test_a_place_that_cannot_be_written_is_gone_without(tmp_path: Path) -> None:
     assert steps(root) == [1, 2]
 
 
+@pytest.mark.long
 def test_a_rescue_that_fails_is_tried_again(tmp_path: Path) -> None:
     """What killed the trainer may have hit the disk too, for a while; the snapshot is served meanwhile."""
     root = tmp_path / "run"
@@ -209,6 +210,7 @@ def test_a_rescue_that_fails_is_tried_again(tmp_path: Path) -> None:
     assert steps(root) == [1]
 
 
+@pytest.mark.long
 def test_a_snapshot_that_no_tier_takes_ends_with_its_reader(tmp_path: Path) -> None:
     """The disk stays broken: once a reader of the snapshot in memory says that it is done, the writer ends."""
     root = tmp_path / "run"
@@ -275,6 +277,7 @@ def test_a_trainer_that_goes_on_sleeps_until_its_lingering_writer_ends(
     assert len(heard) - before <= 4
 
 
+@pytest.mark.long
 def test_a_trainer_that_hangs_up_and_lives_is_not_rescued(
     processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ def launcher() -> Iterator[Launcher]:
     made.close()
 
 
+@pytest.mark.long
 def test_a_node_that_comes_back_empty_costs_what_the_shared_tier_has_not(launcher: Launcher, tmp_path: Path) -> None:
     """Its rank and its writer die and its folder is gone: all ranks resume at one step, with the bytes of that step."""
     shared = tmp_path / "shared"

@@ -162,6 +162,7 @@ def test_the_option_off_wins_over_the_argument(tmp_path: Path, caplog: pytest.Lo
     assert len(there(tmp_path)) == 2
 
 
+@pytest.mark.long
 def test_a_second_callback_goes_on_with_its_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run resumes from the folder of the one: what the other has of it is no finished branch."""
     with caplog.at_level(logging.WARNING):

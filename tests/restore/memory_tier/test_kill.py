@@ -176,6 +176,7 @@ def drop_cache(folder: Path) -> None:
                 os.close(descriptor)
 
 
+@pytest.mark.long
 def test_without_a_restart_the_writer_leaves_a_durable_snapshot_and_goes(tmp_path: Path, trainers: Trainers) -> None:
     """It waits for `linger`, and the newest snapshot is on the disk."""
     run = Run(trainers, tmp_path, steps=1000, linger=1.0)
@@ -190,6 +191,7 @@ def test_without_a_restart_the_writer_leaves_a_durable_snapshot_and_goes(tmp_pat
     assert newest.reason == "memory" or newest.step % run.durable_every == 0
 
 
+@pytest.mark.long
 def test_a_process_that_only_loads_does_not_take_the_memory_from_the_next_trainer(
     tmp_path: Path, trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:

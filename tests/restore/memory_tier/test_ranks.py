@@ -80,6 +80,7 @@ def resumed(root: Path, size: int, nodes: int = 1, replicate: int = 0) -> tuple[
     return step, " ".join(sorted({one.place for one in loaded if one is not None}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_die_resume_from_memory(tmp_path: Path, size: int) -> None:
     """Every rank has all shares, bit for bit, and its own component; the snapshot is durable as well by then."""
@@ -95,6 +96,7 @@ def test_ranks_that_die_resume_from_memory(tmp_path: Path, size: int) -> None:
     assert not list((root / names.PARTS).glob("*"))
 
 
+@pytest.mark.long
 def test_what_dead_ranks_leave_is_stored_as_the_tier_stores_snapshots(tmp_path: Path) -> None:
     """The writers encode the shares that they make durable after a crash, as they would have before."""
     root = tmp_path / "run"
@@ -208,6 +210,7 @@ def test_the_writers_agree_on_the_newest_snapshot_that_all_have() -> None:
         assert [snapshot for snapshot, ranks in there.items() if len(ranks) == 3] == ["7"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_waits_for_what_the_writers_make_durable(tmp_path: Path, size: int) -> None:
     """Shares of another division in memory are useless; the snapshot that all had is on the tier when `load` looks."""

@@ -27,6 +27,7 @@ print(json.dumps({"arena": arena, "shm": shm.f_blocks * shm.f_frsize, "used": us
 """
 
 
+@pytest.mark.long
 def test_the_arena_needs_no_shared_memory_mount(tmp_path: Path) -> None:
     """Slots of 5 MB with 8 MB in /dev/shm: they are all there, and nothing of the mount is used."""
     namespace = ["unshare", "--mount", "--map-root-user", "--user"]

@@ -281,6 +281,7 @@ def campaign(seeds: range) -> None:
     assert ended == [], f"a thread has ended: {ended}"
 
 
+@pytest.mark.long
 def test_no_bytes_keep_a_writer_from_its_partner() -> None:
     """A few of the campaign below."""
     campaign(range(60))

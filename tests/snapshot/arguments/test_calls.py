@@ -182,6 +182,7 @@ def test_what_is_lazy_is_a_function(ckpt: Checkpointer) -> None:
     refused("lazy must be a function", lambda: ckpt.prepare({}, lazy=1))
 
 
+@pytest.mark.long
 def test_a_state_is_durable_or_refused_with_its_leaf(ckpt: Checkpointer) -> None:
     """The value may be the state, a leaf, in a list or deep inside; what becomes durable comes back."""
     refusals = 0

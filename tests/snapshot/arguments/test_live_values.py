@@ -153,6 +153,7 @@ class Keyed(pl.Callback):
 KEYS = ["", "a/b", "..", "$", "state_dict", "x" * 100_000, LONE, 3, None, ("a", 1), b"x", object(), Counter]
 
 
+@pytest.mark.long
 def test_a_callback_may_have_any_key(tmp_path: Path) -> None:
     """Its state is found by it at the resume, or the first snapshot is refused by the name of the callbacks."""
     keyed(KEYS, tmp_path)

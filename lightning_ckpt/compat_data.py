@@ -172,9 +172,10 @@ class _Table(ExperimentWriter):
     def save(self) -> None:
         """As Lightning does, and count: a long table is not read at each snapshot."""
         more = len(self.metrics)
+        # Lightning 2.5 writes the hyper-parameters there, and a run that goes on has logged none of them again.
+        save = super(ExperimentWriter, self).save if self._goes_on and not self.hparams else super().save
         try:
-            # Lightning 2.5 writes the hyper-parameters here, and a run that goes on has logged none of them again.
-            (super(ExperimentWriter, self) if self._goes_on and not self.hparams else super()).save()
+            save()
         except BaseException:
             self.rows = rows(Path(self.metrics_file_path))
             raise

@@ -172,7 +172,7 @@ class _Table(ExperimentWriter):
     def save(self) -> None:
         """As Lightning does, and count: a long table is not read at each snapshot."""
         more = len(self.metrics)
-        # Lightning 2.5 writes the hyper-parameters there, and a run that goes on has logged none of them again.
+        # Lightning 2.5 writes the hyper-parameters there, and a resumed run has logged none of them again.
         save = super(ExperimentWriter, self).save if self._goes_on and not self.hparams else super().save
         try:
             save()

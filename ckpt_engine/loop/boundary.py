@@ -204,7 +204,7 @@ class Stopping:
         return self.losses is not None and self.losses.veto(due=True)
 
     def training_over(self, step: int) -> None:
-        """Training has come to its end by itself, before its final snapshot. Once, of all ranks at once.
+        """Training is complete, before its final snapshot. Once, of all ranks at once.
 
         Raises:
             DivergedError: the last losses say so, of several ranks those of any of them. Where the run is to stop as
